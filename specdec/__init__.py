@@ -46,12 +46,16 @@ _HOMES = {
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'specdec' has no attribute {name!r}")
+    import sys
     from importlib import import_module
 
     from specdec.startup import without_collections
 
+    home = _HOMES[name]
+    if home in sys.modules:  # the collector looks through all objects of the process: once is enough
+        return getattr(import_module(home), name)
     with without_collections():
-        return getattr(import_module(_HOMES[name]), name)
+        return getattr(import_module(home), name)
 
 
 def __dir__() -> list[str]:

@@ -5,9 +5,10 @@ import os
 import random
 import signal
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # `toolkit`: what test
 from toolkit.inside.interpreter import quicken
 from toolkit.models import TARGETS, Zoo
 from toolkit.paths import ROOT
+from toolkit.suite.turns import TURNS, at_its_turn, turn_of_day
 
 from specdec.cli import entry
 from specdec.screen.progress import Pace
@@ -74,11 +76,32 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if tests and config.option.markexpr == "quick" and not is_quick(collection_path) else None
 
 
+TURN = pytest.StashKey[int | None]()  # which cases of those that take turns a run has; None: all
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Processes that share the tests take the same turn, though a day may end between their starts."""
+    node.workerinput["turn"] = node.config.stash[TURN]
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    """Nobody takes a part of the cases for all of them."""
+    turn = config.stash[TURN]
+    if turn is None:
+        return None
+    return f"cases that take turns: part {turn + 1} of {TURNS}, another part tomorrow; `./scripts/test tests` runs every case"
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Processes that share the files (`--dist loadfile`) take them as they are listed, not those of few tests last.
 
     The first tier loses no file because it was renamed.
     """
+    if hasattr(config, "workerinput"):
+        config.stash[TURN] = config.workerinput["turn"]
+    else:
+        config.stash[TURN] = None if config.args_source is pytest.Config.ArgsSource.ARGS else turn_of_day()
     config.option.loadscopereorder = False
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         gc.enable()  # other processes collect the tests and run them
@@ -89,7 +112,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without a GPU its tests are skipped.  Of a test marked `slow_cases` all but the first are slow.  What is quick is marked.
+    """Without a GPU its tests are skipped.  Of a test marked `slow_cases` all but the first are slow, and take turns where the
+    whole suite runs.  What is quick is marked.
 
     Processes that share the files begin with those that hold slow tests, so that none of them comes last and leaves a process
     with nothing to do.
@@ -97,7 +121,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if hasattr(config, "workerinput"):
         long = {item.path for item in items if item.get_closest_marker("slow")}
         items.sort(key=lambda item: item.path not in long)
-    seen = Counter[str]()
+    seen, later = Counter[str](), defaultdict[str, list[pytest.Item]](list)
     for item in items:
         if item.get_closest_marker("gpu"):
             if not torch.cuda.is_available():
@@ -109,12 +133,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             seen[test] += 1
             if seen[test] > marker.kwargs.get("keep", 1):
                 item.add_marker(pytest.mark.slow)
+                later[test].append(item)
         if (
             is_quick(item.path, item.nodeid.split("::")[1].split("[")[0])
             and not item.get_closest_marker("slow")
             and not item.get_closest_marker("gpu")
         ):
             item.add_marker(pytest.mark.quick)
+    if (turn := config.stash[TURN]) is not None:
+        waiting = {item for test, cases in later.items() for item in set(cases) - set(at_its_turn(test, cases, turn))}
+        config.hook.pytest_deselected(items=[item for item in items if item in waiting])
+        items[:] = [item for item in items if item not in waiting]
 
 
 def pytest_collection_finish() -> None:

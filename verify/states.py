@@ -84,9 +84,9 @@ class StateRows:
 
     def chunk_steps(self, prompts: RaggedPrompts) -> ChunkSteps:
         """What a pass over parts of prompts reads and writes."""
-        assert prompts.keep_B2 is not None, "a target with states has chunks that say what is kept"
-        read_B, write_B, _ = self.numbers_B3.index_select(0, prompts.rows_B).unbind(1)
-        keep_B, after_B = prompts.keep_B2.unbind(1)
+        assert prompts.keep_2B is not None, "a target with states has chunks that say what is kept"
+        read_B, write_B, _ = self.numbers_B3.index_select(0, prompts.rows_B).T.contiguous().unbind(0)
+        keep_B, after_B = prompts.keep_2B.unbind(0)
         return ChunkSteps(read_B, write_B, prompts.cu_B1, keep_B, after_B.int(), prompts.most)
 
     def ran(self, prompts: RaggedPrompts) -> None:

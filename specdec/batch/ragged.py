@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -60,8 +59,8 @@ def flat_chunk(parts: Sequence[PromptPart], shape: ChunkShape, spare_row: int, *
     The flat tensor holds four numbers for each token: its id, its position, its part (-1 for padding), and the id of the token
     after it (-1 after the last token of a prompt).  Then it holds four numbers for each part: its row, the index of its last
     token among all T, the number of its prompt's tokens up to that one, and whether the prompt ends there (1 or 0).  Then come
-    the cumulative token counts of the parts, which begin with 0.  Padding comes last in each of these groups.  With states, two
-    numbers for each part are the last: PromptPart.keep.
+    the cumulative token counts of the parts, which begin with 0.  With states, the numbers of PromptPart.keep are the last, and
+    their counts of tokens.  Padding comes last in each of these groups.
     """
     T, B = shape.tokens, shape.parts
     counts = [len(part.token_ids) for part in parts]
@@ -73,7 +72,8 @@ def flat_chunk(parts: Sequence[PromptPart], shape: ChunkShape, spare_row: int, *
     rows_B, last_B, lens_B, final_B = numbers[4 * T : 4 * T + 4 * B].reshape(4, B)
     cu = numbers[4 * T + 4 * B : 4 * T + 5 * B + 1]
     if shape.states:
-        numbers[4 * T + 5 * B + 1 :] = [*chain.from_iterable(part.keep or NOT_KEPT for part in parts), *NOT_KEPT * (B - rows)]
+        kept = [part.keep or NOT_KEPT for part in parts] + [NOT_KEPT] * (B - rows)
+        numbers[4 * T + 5 * B + 1 :].reshape(2, B)[:] = np.array(kept).T
     part_T[used:] = -1
     rows_B[rows:] = spare_row
     cu[1:] = used
@@ -103,7 +103,7 @@ class RaggedPrompts:
     next_T: int64, the id of the token after each token; -1 after the last token of a prompt.
     tables: for each group of layers, where the tokens stand; the rows of a rows_plan are the parts' last tokens.
     cu_B1: int32, the parts' cumulative token counts.  most: the most tokens of a part.
-    keep_B2: int64, PromptPart.keep, or NOT_KEPT; None: the target has no recurrent layers.
+    keep_2B: int64, numbers and tokens of PromptPart.keep, or NOT_KEPT; None: the target has no recurrent layers.
     """
 
     ids_T: Tensor
@@ -117,7 +117,7 @@ class RaggedPrompts:
     tables: tuple[PassTables, ...]
     cu_B1: Tensor
     most: int
-    keep_B2: Tensor | None = None
+    keep_2B: Tensor | None = None
 
     @classmethod
     def from_flat(
@@ -133,7 +133,7 @@ class RaggedPrompts:
         ids_T, positions_T, part_T, next_T = flat[: 4 * T].view(4, T)
         rows_B, last_B, lens_B, final_B = flat[4 * T : 4 * T + 4 * B].view(4, B)
         lens_B, final_B, cu = lens_B.int(), final_B.int(), flat[4 * T + 4 * B : 4 * T + 5 * B + 1].int()
-        keep_B2 = flat[4 * T + 5 * B + 1 :].view(B, 2) if shape.states else None
+        keep_2B = flat[4 * T + 5 * B + 1 :].view(2, B) if shape.states else None
         ragged = not shape.uniform
         read = None if encoder_texts is None else encoder_texts.of_rows(rows_B)
 
@@ -149,7 +149,7 @@ class RaggedPrompts:
 
         by_group = tuple(map(tables, prompt_pages))
         numbers = ids_T, positions_T, rows_B, last_B, lens_B, final_B, part_T, next_T
-        return cls(*numbers, by_group, cu, shape.most, keep_B2)
+        return cls(*numbers, by_group, cu, shape.most, keep_2B)
 
     def tables_of(self, groups: Iterable[int]) -> list[PassTables]:
         """The tables of these groups of layers."""

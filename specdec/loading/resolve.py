@@ -23,6 +23,7 @@ from specdec.loading.devices import CHUNK_COST
 from specdec.models.checkpoints.loader import DTYPES
 from specdec.models.config import ModelConfig
 from specdec.models.mixtures.dividing import ExpertSharing, held_by_rank
+from specdec.models.recurrent.sizes import MAX_STATE_NODES, MIN_STATE_WIDTH, RecurrentConfig
 from specdec.ops.launch import has_gluon
 from specdec.ops.products.numerics import FAST, INVARIANT, Numerics
 from specdec.options import EngineOptions
@@ -161,6 +162,8 @@ def resolve_settings(
     )
     if options.deterministic:
         check_deterministic(settings, target, architecture_of(device))
+    if target.recurrent is not None and device.type == "cuda":
+        check_recurrent(settings, target.recurrent)
     if options.pack_weights:
         check_packing_here(device, architecture_of(device), has_gluon())
         check_packing(settings)
@@ -239,6 +242,27 @@ def check_deterministic(settings: EngineSettings, target: ModelConfig, architect
         got = " and ".join(map(str, target.row_lengths(ranks)))
         nearest = f"tensor_parallel_size={fits[0]}" if fits else "deterministic=False"
         refuse(f"multiplies matrices whose rows are multiples of 8 numbers, got {got}", nearest)
+
+
+def check_recurrent(settings: EngineSettings, sizes: RecurrentConfig) -> None:
+    """ValueError if the kernels of recurrent layers, which only GPUs have, don't take these sizes."""
+    for name, width in (("key", sizes.key_width), ("value", sizes.value_width)):
+        if width < MIN_STATE_WIDTH or width & (width - 1):
+            raise ValueError(
+                f"recurrent layers run on a GPU if heads are a power of two wide, from {MIN_STATE_WIDTH} on, got {name} heads "
+                f"of {width}; nearest setting that works: device='cpu'"
+            )
+    if settings.dtype == torch.float64 and settings.cuda_graphs:
+        raise ValueError(
+            "recurrent layers have no kernels in float64, so no graph can hold them, got "
+            f"cuda_graphs={settings.cuda_graphs!r}; nearest setting that works: cuda_graphs=False"
+        )
+    nodes = max(shape.num_draft_tokens for shape in settings.spec.shapes) if settings.spec else 1
+    if nodes > MAX_STATE_NODES:
+        raise ValueError(
+            f"num_draft_tokens must be at most {MAX_STATE_NODES} for a target with recurrent layers on a GPU, got {nodes}; "
+            f"nearest setting that works: {MAX_STATE_NODES}"
+        )
 
 
 def check_packing(settings: EngineSettings) -> None:

@@ -65,6 +65,7 @@ def generate(decoder: SpecDecoder) -> None:
     decoder.generate(ragged_prompts(40, 3), SamplingParams(max_tokens=4), speculate=False)
 
 
+@pytest.mark.slow_cases(keep=2)
 @pytest.mark.parametrize(("head", "shape", "settings"), CASES, ids=str)
 def test_no_key_is_called_old_that_the_layer_has_just_stored(
     zoo: Zoo, seen: dict[str, list[str]], head: str, shape: tuple[int, int, int], settings: dict[str, Any]

@@ -69,6 +69,7 @@ def counts_of(logits_V: torch.Tensor, device: str, over: str, options: dict[str,
     return np.bincount(tokens_R.cpu().numpy(), minlength=len(logits_V))
 
 
+@pytest.mark.slow_cases(keep=4)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("size", "over"), [(8, "seeds"), (16, "positions")])
 @pytest.mark.parametrize("case", CASES)

@@ -128,6 +128,7 @@ def test_an_unknown_name_is_refused(asked: str, near: str, capsys: pytest.Captur
     assert told.out == "" and f"no script is called {asked!r}; the nearest is {near!r};" in told.err
 
 
+@pytest.mark.slow_cases(keep=2)
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

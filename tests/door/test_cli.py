@@ -268,7 +268,7 @@ def test_generate_with_every_option(capsys):
     assert first.logprobs is not None and f"{first.logprobs[0].logprob:.4f}" in lines[0]
 
 
-@pytest.mark.slow
+@pytest.mark.slow_cases(keep=0)
 @needs_pair
 def test_generate_reads_stdin_and_stops(capsys):
     """Keeps out: flags that parse and don't arrive."""
@@ -317,7 +317,7 @@ def test_bench_end_to_end(capsys, monkeypatch, tmp_path):
     assert (tmp_path / "o.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
+@pytest.mark.slow_cases(keep=0)
 @needs_pair
 def test_bench_profiles_and_plans(capsys, monkeypatch, tmp_path):
     """Keeps out: forced acceptance that some line forgets to mention, draws that no seed repeats, a profile of one kind."""

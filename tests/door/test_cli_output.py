@@ -77,6 +77,7 @@ def test_a_late_write_error_loses_no_result(capsys: pytest.CaptureFixture[str]) 
     assert err.endswith("specdec: error: /dev/full was not written: No space left on device\n")
 
 
+@pytest.mark.slow_cases
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["doctor", "bench", "generate"])
 def test_a_reader_that_went_away_is_141(command: str, tmp_path: Path) -> None:

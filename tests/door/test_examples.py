@@ -60,6 +60,7 @@ def server(log: Path) -> Iterator[str]:
             assert process.wait(300) == 0, log.read_text()
 
 
+@pytest.mark.slow_cases(keep=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("path", [path for path in EXAMPLES if path not in (CLIENT, ON_RAY, REAL)], ids=lambda path: path.stem)
 def test_an_example_runs(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,7 +102,7 @@ def ask(url: str) -> str:
     return str(text)
 
 
-@pytest.mark.slow
+@pytest.mark.slow_cases(keep=0)
 def test_a_real_model_runs(capsys: pytest.CaptureFixture[str]) -> None:
     """Keeps out: a newcomer's first minutes that end in an error, by a flag, a format or an endpoint that has changed."""
     smollm2()

@@ -16,6 +16,7 @@ PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6]]
 SETTINGS: dict[str, Any] = {"max_batch_size": 2, "max_seq_len": 96}
 
 
+@pytest.mark.slow_cases(keep=2)
 @pytest.mark.parametrize("kind", ["eagle3", "eagle1", "p-eagle", "dflash", "dspark-gated"])
 @pytest.mark.parametrize("to", ["fp8", "int4"])
 def test_a_rounded_head_changes_no_text(zoo: Zoo, kind: str, to: str) -> None:

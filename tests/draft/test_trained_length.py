@@ -18,6 +18,7 @@ def text_of(zoo: Zoo, tokens: int) -> list[int]:
     return (ragged_prompts(40, 1)[0] * tokens)[:tokens]
 
 
+@pytest.mark.slow_cases(keep=2)
 @pytest.mark.parametrize("spec", [SpecConfig(3, 1, 4), SpecConfig(2, 2, 5), SpecConfig("auto", 2, 5)], ids=lambda s: s.label)
 @pytest.mark.parametrize("caching", [False, True])
 def test_stopped_rows_decode_plainly_beside_others(zoo: Zoo, spec: SpecConfig, caching: bool) -> None:

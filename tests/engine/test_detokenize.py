@@ -73,6 +73,7 @@ def test_stop_strings_equal_a_slow_search() -> None:
     assert len(ends) > 8
 
 
+@pytest.mark.slow_cases
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["words", "bytes"])
 @pytest.mark.parametrize("stop", [None, "a"])

@@ -41,6 +41,7 @@ def failing_decode(at: int) -> Callable[[Any], str]:
     return decode
 
 
+@pytest.mark.slow_cases
 @pytest.mark.slow
 def test_200_requests_some_cancelled_some_failing(zoo: Zoo, decoder: SpecDecoder) -> None:
     """Each of the other requests writes what it writes alone, and all pages are free at the end."""

@@ -45,6 +45,7 @@ def options(chance: random.Random) -> SamplingParams:
     return SamplingParams(max_tokens=chance.choice([1, 2, 7, 24]), logprobs=chance.choice([None, None, 0]), **drawn)
 
 
+@pytest.mark.slow_cases(keep=2)
 def test_origins_are_those_of_the_trees(decoder: SpecDecoder) -> None:
     """Requests come and go beside each other, with and without speculation, so that rows move and rounds are cut off."""
     chance, driver = random.Random(str(decoder.settings.spec)), Driver(decoder)
@@ -67,6 +68,7 @@ def test_origins_are_those_of_the_trees(decoder: SpecDecoder) -> None:
     assert has_drafts == (decoder.head is not None), "nothing was accepted, so nothing was looked at"
 
 
+@pytest.mark.slow_cases(keep=2)
 def test_a_stream_has_those_of_the_result(decoder: SpecDecoder) -> None:
     """Keeps out: a slow reader's chunk with the origins of one round, and chunks that begin the depths anew."""
     sampling, chunks = SamplingParams(max_tokens=20, stop=["zz"]), list[Chunk]()

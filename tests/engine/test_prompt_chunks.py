@@ -36,6 +36,7 @@ TREE, CHAIN, AUTO = SpecConfig(3, 4, 12), SpecConfig(3, 1, 4), SpecConfig("auto"
 PLAIN, KEPT, SMALL = {}, {"prefix_caching": True}, {"kv_cache_dtype": "int8"}
 
 
+@pytest.mark.slow_cases(keep=2)
 @pytest.mark.slow
 @pytest.mark.parametrize(  # every value meets both kinds of heads, or two shapes
     ("kind", "spec", "settings"),
@@ -63,6 +64,7 @@ def test_chunks_change_nothing(zoo: Zoo, kind: str, spec: SpecConfig, settings: 
                 assert [out.stats.accepted_per_round for out in got] == [out.stats.accepted_per_round for out in want], size
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("spec", [SpecConfig(3, 4, 12), SpecConfig(3, 1, 4)], ids=str)
 def test_chunks_change_nothing_where_pages_go_in_a_ring(zoo: Zoo, spec: SpecConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every layer has a window, so a long prompt's pages are written anew while it enters beside rows that run."""

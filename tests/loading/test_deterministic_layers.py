@@ -54,6 +54,7 @@ MADE: dict[str, Callable[[Path], Path]] = {
 }
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("name", MADE)
 def test_no_library_multiplies(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps out: a product of heads, experts or a router that is left to torch, and kernels wired to other weights."""

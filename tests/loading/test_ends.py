@@ -94,6 +94,7 @@ def write(path: Path, changes: dict[str, Any] | None) -> None:
         path.write_text(json.dumps({key: value for key, value in {**old, **changes}.items() if value != "absent"}))
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("family", ["llama", "mixtral", "olmo2"])  # the last one by transformers' code
 def test_the_ends_are_those_of_transformers_generate(tmp_path: Path, family: str) -> None:
     """Keeps out: a class's default, which no file says (Mixtral's 2), taken for an end; ends of both files added up."""

@@ -37,6 +37,7 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="of machines 
 TARGET, DRAFT = shipped.target_folder(), shipped.draft_folder()
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("draft", [DRAFT, None], ids=["pair", "target alone"])
 def test_weights_and_keys_are_those_of_a_decoder(draft: object) -> None:
     """Keeps out: a tied head counted twice, a vocabulary map counted as weights, look-ahead forgotten."""
@@ -56,6 +57,7 @@ def test_weights_and_keys_are_those_of_a_decoder(draft: object) -> None:
         assert sum(plan.kv_token) * 16 == sum(pool.page_bytes)
 
 
+@pytest.mark.slow_cases(keep=3)
 @pytest.mark.parametrize("name", sorted(BLOCK_HEADS))
 def test_weights_of_every_head_of_one_pass_are_those_of_a_decoder(name: str, zoo: Zoo, tmp_path: Path) -> None:
     """Keeps out: norms of queries and keys counted once for all heads, which each have a copy, also in Qwen3 targets; copies of

@@ -29,7 +29,7 @@ from specdec.loading.threads import using_threads
 from specdec.models.transformers_backend.config import load_hf_config
 from specdec.models.transformers_backend.make import filled_model
 
-LOADS = 8
+LOADS = 4
 SAMPLED = {"temperature": 1.0, "seed": 5}
 EVERY_OPTION: list[dict[str, Any]] = [
     {},
@@ -174,6 +174,7 @@ CASES: dict[str, tuple[str, str | None, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow_cases(keep=2)
 @pytest.mark.parametrize("case", CASES)
 def test_a_user_s_defaults_mean_nothing_here_and_stay(zoo: Zoo, case: str, request: pytest.FixtureRequest) -> None:
     """Keeps out: tables in the dtype that a user computes in, or on the device that a user computes on."""

@@ -74,6 +74,7 @@ def hold_lossless(
             assert out.token_ids == dense_greedy(decoder, out.prompt_token_ids, tokens)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(("spec", "page_size"), [((3, 3, 8), 1), ((4, 2, 7), 16), ((4, 1, 5), 4)], ids=str)
 def test_text_is_that_of_dense_attention(zoo: Zoo, with_alibi: None, spec: Any, page_size: int) -> None:
     hold_lossless(zoo, spec, 16, page_size=page_size, prefill_chunk=7)

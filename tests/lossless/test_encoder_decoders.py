@@ -59,11 +59,13 @@ def hold_lossless(
     assert len({tuple(out.token_ids[:3]) for out in outs}) > 1, "the texts must depend on what the encoder reads"
 
 
+@pytest.mark.slow_cases(keep=2)
 @pytest.mark.parametrize("model_type", ENCODER_DECODERS)
 def test_every_family_equals_transformers(model_type: str, tmp_path: Path) -> None:
     hold_lossless(save_encoder_decoder(tmp_path / "target", model_type), None, None)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(("page_size", "spec"), [(1, (3, 3, 8)), (4, (2, 2, 5)), (16, (4, 1, 5))], ids=str)
 def test_trees_and_chains(bart: Path, head: Path, page_size: int, spec: tuple[int, int, int]) -> None:
     hold_lossless(bart, head, SpecConfig(*spec), page_size=page_size, prefill_chunk=7)

@@ -35,6 +35,7 @@ def test_every_measured_setting_is_tested(shared: Path, head: str) -> None:
     assert set(expected_rows(shared / "models" / head)) == set(SHAPES)
 
 
+@pytest.mark.slow_cases(keep=3)
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("head", HEADS)
@@ -58,6 +59,7 @@ def test_stories_equal_the_reference_round_by_round(shared: Path, head: str, sha
     assert equal >= 0.99 * max(sum(len(want) for _, want in rounds), sum(len(got) for got, _ in rounds))
 
 
+@pytest.mark.slow_cases
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(5, 4, 16), (4, 1, 5)], ids=str)
 def test_the_shipped_pair_equals_transformers(shape: tuple[int, int, int]) -> None:

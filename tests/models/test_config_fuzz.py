@@ -139,6 +139,7 @@ def in_time(what: str) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+@pytest.mark.slow_cases(keep=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_wrong_values_are_refused_or_load(loads: dict[str, tuple[Path, Load]], tmp_path: Path, name: str) -> None:

@@ -361,7 +361,7 @@ def test_absurd_sizes_of_heads(tmp_path: Path, zoo: Zoo, save: Callable[[Path, P
     folder = save(tmp_path, zoo.target("llama"))
     raw = json.loads((folder / "config.json").read_text())
     for key in (*SIZES[:7], "draft_vocab_size", "target_hidden_size"):
-        for value in (4000, BILLION, 10**30):
+        for value in (1000, BILLION):  # test_config_fuzz.py tries 10**30 with every key
             (folder / "config.json").write_text(json.dumps(raw | {key: value}))
             refused(lambda: load_draft(folder, zoo), str(folder))
 

@@ -171,6 +171,7 @@ def test_generate_equals_transformers(
 # ---- the last layers ----
 
 
+@pytest.mark.slow_cases(keep=2)
 @pytest.mark.parametrize(
     ("name", "aux_layers", "cut"),
     [("gemma3n", (), 3), ("gemma4", (), 3), ("gemma4", (1,), 3), ("gemma4", (3,), 4), ("gemma4", (5,), None)],

@@ -26,10 +26,16 @@ def operators_in(program: torch.export.ExportedProgram) -> Counter[str]:
 
 
 @pytest.fixture(scope="module")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
+    """Two layers: more only take longer to trace."""
+    return Zoo(tmp_path_factory.mktemp("shallow"), num_hidden_layers=2)
+
+
+@pytest.fixture(scope="module")
 def folder(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The folder of a random target of that name, from whichever zoo has it."""
     zoos = {DeepseekZoo: DEEPSEEKS, SharingZoo: SHARING, OptionsZoo: OPTIONS}
-    made = [(kind(tmp_path_factory.mktemp(kind.__name__)), names) for kind, names in zoos.items()]
+    made = [(kind(tmp_path_factory.mktemp(kind.__name__), **zoo.changes), names) for kind, names in zoos.items()]
     return lambda name: next((each for each, names in made if name in names), zoo).target(name)
 
 
@@ -123,7 +129,7 @@ def test_tracing_leaves_nothing_behind(zoo: Zoo) -> None:
     check(decode, decode, given)
 
 
-@pytest.mark.slow
+@pytest.mark.slow_cases(keep=0)
 def test_a_saved_program_needs_the_operators_alone(zoo: Zoo, tmp_path: Path) -> None:
     """Keeps out: a program that only runs in the process that exported it."""
     decode = DecodePass(load(zoo.target("llama")), PAGE)

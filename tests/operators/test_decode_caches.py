@@ -21,7 +21,16 @@ CASES = [
 ]  # fmt: skip
 FEW = (CASES[1], CASES[3], CASES[4])  # an export takes seconds of a CPU; a GPU has all
 
-OWN = {"v32-wide": dict(kv_lora_rank=128, num_hidden_layers=2), "v32-layer": dict(num_hidden_layers=1)}
+OWN = {  # name: of which sparse target, and what differs from it; a layer takes a second to trace
+    "v32-wide": ("v32-dense-biases", dict(kv_lora_rank=128, num_hidden_layers=2)),
+    "v32-layer": ("v32-dense-biases", dict(num_hidden_layers=1)),
+    "glm-shared": ("glm-shared", dict(num_hidden_layers=3, indexer_types=["full", "full", "shared"])),
+}
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
+    return Zoo(tmp_path_factory.mktemp("shallow"), num_hidden_layers=2)
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +40,7 @@ def folder(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str]
 
     def found(name: str) -> Path:
         if name in OWN and not (sparse / name).is_dir():
-            save_sparse(sparse / name, "v32-dense-biases", **OWN[name])
+            save_sparse(sparse / name, OWN[name][0], **OWN[name][1])
         if name in SPARSES and not (sparse / name).is_dir():
             save_sparse(sparse / name, name)
         return sparse / name if (sparse / name).is_dir() else (deepseeks if name.startswith("v") else zoo).target(name)

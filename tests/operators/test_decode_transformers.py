@@ -23,7 +23,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def families(tmp_path_factory: pytest.TempPathFactory) -> Families:
-    return Families(tmp_path_factory.mktemp("families"))
+    return Families(tmp_path_factory.mktemp("families"), is_shallow=True)
 
 
 def decode_pass(families: Families, name: str, dtype: str, device: str = "cpu") -> DecodePass:
@@ -32,6 +32,7 @@ def decode_pass(families: Families, name: str, dtype: str, device: str = "cpu") 
     )
 
 
+@pytest.mark.slow_cases
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "dtype"), CASES[:2])
 def test_a_saved_program_serves_all_shapes(families: Families, name: str, dtype: str) -> None:
@@ -117,7 +118,7 @@ def test_code_that_torch_cannot_export_is_refused(families: Families) -> None:
         export_decode(decode, batch=1, num_tokens=1)
 
 
-@pytest.mark.slow
+@pytest.mark.slow_cases(keep=0)
 def test_an_exported_program_can_be_compiled(families: Families) -> None:
     """Keeps out: the way that the refusal names, if it does not work."""
     decode = decode_pass(families, "qwen3", "auto")

@@ -18,6 +18,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow_cases(keep=6)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", CASES)
 def test_an_operator_is_what_its_schema_and_fake_say(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,7 @@ ALIKE = {
 PAIRS = [*((pair, {}) for pair in (*FAMILIES, *DRAFTED.values()) if pair.name not in ALIKE), *QUANTISED]
 
 
+@pytest.mark.slow_cases(keep=3)
 @pytest.mark.parametrize(("pair", "options"), PAIRS, ids=lambda each: each.name if isinstance(each, Pair) else "".join(each))
 def test_whoever_reads_a_product_takes_partials(
     pair: Pair, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

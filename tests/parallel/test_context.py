@@ -54,7 +54,7 @@ def zoos(tmp_path_factory: pytest.TempPathFactory) -> dict[type[Zoo], Zoo]:
     return {zoo: zoo(tmp_path_factory.mktemp("zoo")) for zoo in (Zoo, DeepseekZoo, SparseZoo)}
 
 
-@pytest.mark.slow_cases(keep=3)
+@pytest.mark.slow_cases(keep=2)
 @pytest.mark.parametrize(("zoo", "name", "kind", "spec", "size", "context", "settings"), [
     (DeepseekZoo, "v3", "eagle3", TREE, 4, 2, {"context_interleave": 2, "prefill_chunk": 20}),
     (Zoo, "llama-dim80-biases", "eagle1", CHAIN, 2, 2, {"prefill_chunk": 20}),
@@ -89,7 +89,7 @@ def windowed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"gpt-oss": oss, **{name: root / name for name in ("mistral", "qwen2", "shared")}}
 
 
-@pytest.mark.slow_cases(keep=2)
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(("name", "spec", "size", "settings"), [
     ("qwen2", TREE, 4, {"prefix_caching": True, "context_interleave": 2}),
     ("gpt-oss", TREE, 2, {}),
@@ -142,6 +142,7 @@ def test_long_prompts_gather_latents(zoos: dict[type[Zoo], Zoo]) -> None:
     assert with_ranks(*pair, TREE, 2, texts, few, **settings, decode_context_parallel_size=2) == want
 
 
+@pytest.mark.slow_cases
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["v32", "gpt-oss"])
 def test_processes_write_what_one_writes(

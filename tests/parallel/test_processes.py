@@ -59,7 +59,7 @@ def ended_soon() -> Iterator[None]:
     assert not multiprocessing.active_children()
 
 
-@pytest.mark.slow
+@pytest.mark.slow_cases(keep=0)
 def test_two_processes_write_what_one_writes_until_one_dies(tmp_path: Path) -> None:
     """Each has half of the experts of a mixture.
 
@@ -97,6 +97,7 @@ def test_ranks_warn_once(zoo: Zoo, capfd: pytest.CaptureFixture[str]) -> None:
     assert "warning" not in capfd.readouterr().err.lower()  # what the other process would say
 
 
+@pytest.mark.slow_cases
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("rank", "call", "reason"), [(1, 1, "rank 1 failed: RuntimeError: no more room"), (0, 3, "no more room")]
@@ -218,7 +219,7 @@ def _own_signals() -> Iterator[None]:
         signal.signal(each, handler)
 
 
-@pytest.mark.slow
+@pytest.mark.slow_cases(keep=0)
 @pytest.mark.usefixtures("_own_signals")
 def test_processes_of_a_launcher_join(zoo: Zoo, tmp_path: Path) -> None:
     """Keeps out: a rank of torchrun that starts ranks of its own, goes on with the script, or stays."""

@@ -43,6 +43,7 @@ def generated(target: Path, draft: Path, spec: SpecConfig, size: int, **settings
     return with_ranks(target, draft, spec, size, ids, **settings)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(("zoo", "name", "kind", "spec", "size"), [
     (Zoo, "qwen3", "eagle3", TREE, 4), (Zoo, "llama3-tied-dim8", "eagle1", CHAIN, 2), (DeepseekZoo, "v3", "eagle3", TREE, 2),
 ])  # fmt: skip

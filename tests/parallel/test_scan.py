@@ -29,6 +29,7 @@ def rank_scans(logits_RV: Tensor, size: int) -> list[tuple[Tensor, Scan]]:
     return [(run, scan_of(rank)) for rank, run in enumerate(runs)]
 
 
+@pytest.mark.slow_cases(keep=2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("V", "size", "k"), [(600, 2, 3), (1200, 4, 4)])
 def test_ranks_find_what_one_finds(V: int, size: int, k: int, dtype: torch.dtype) -> None:

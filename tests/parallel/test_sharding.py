@@ -51,6 +51,7 @@ def outputs(model: CausalLM, x_TH: Tensor) -> list[tuple[Tensor, Tensor]]:
     return [(layer.self_attn(x_TH, rotation, attn, i), layer.mlp(x_TH)) for i, layer in enumerate(model.layers)]  # type: ignore
 
 
+@pytest.mark.slow_cases(keep=6)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize(("zoo", "name"), NAMES, ids=[name for _, name in NAMES])
 def test_terms_of_all_ranks_add_up(zoo: type[Zoo], name: str, size: int, folder_of: Any) -> None:
@@ -70,6 +71,7 @@ def test_terms_of_all_ranks_add_up(zoo: type[Zoo], name: str, size: int, folder_
         torch.testing.assert_close(logits_TV, whole.logits(x_TH), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow_cases(keep=6)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize(("zoo", "name"), NAMES, ids=[name for _, name in NAMES])
 def test_ranks_compute_the_whole_model(zoo: type[Zoo], name: str, size: int, folder_of: Any) -> None:

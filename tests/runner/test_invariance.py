@@ -71,6 +71,7 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[Driver], None]]] = {
 }
 
 
+@pytest.mark.slow_cases(keep=2)
 @pytest.mark.parametrize("case", CASES)
 def test_a_request_is_the_same_in_any_company(zoo: Zoo, alone: Seen, case: str) -> None:
     """Keeps out: a row that reads another's keys, a page's edge, a chunk's end, padding, or what an earlier request left."""

@@ -29,6 +29,7 @@ SAMPLING = [
 ]
 
 
+@pytest.mark.slow_cases(keep=2)
 @pytest.mark.parametrize(
     ("target", "head", "spec", "pads"),
     [
@@ -95,8 +96,8 @@ def test_replays_read_what_is_new(zoo: Zoo) -> None:
     decoder = zoo.decoder("llama", "eagle3", CHAIN, dtype="float64", page_size=4, max_batch_size=4)
     driver, graphs = Driver(decoder), Replays()
     driver.replace_backend(ReferenceBackend())
-    prompts = [[3 + row, 5, 8 + row] * (2 + 5 * (row % 3)) for row in range(24)]
-    sampling = [replace(SAMPLING[row % 4], max_tokens=6 + row % 7) for row in range(24)]
+    prompts = [[3 + row, 5, 8 + row] * (2 + 5 * (row % 3)) for row in range(12)]
+    sampling = [replace(SAMPLING[row % 4], max_tokens=6 + row % 7) for row in range(12)]
     want = [output.token_ids for output in decoder.generate(prompts, sampling)]
     driver.set_chunk(24)
     driver.pad_rows()

@@ -4,6 +4,7 @@ tests/gpu runs them for real, and each room's tests hold each kernel against its
 """
 
 import pytest
+import toolkit.recurrent.targets  # noqa: F401 (the zoo has its targets by name)
 import torch
 from toolkit.driver import Driver
 from toolkit.kernels import HAS_GPU, use_kernels_everywhere
@@ -20,6 +21,9 @@ ALWAYS = {
 TREES_ONLY = {
     "launch_move", "launch_fork", "launch_best_nodes", "launch_first_level", "launch_expand", "launch_path_tables",
 }  # fmt: skip
+STATES = {
+    "launch_state_numbers", "launch_commit_states", "launch_tree_convolution", "launch_tree_rule", "launch_chunk_convolution",
+}  # fmt: skip
 
 
 @pytest.mark.slow
@@ -31,6 +35,25 @@ def test_rounds_through_the_kernels_give_the_target_s_text(zoo: Zoo, monkeypatch
     outputs = decoder.generate(prompts, SamplingParams(max_tokens=5))
     assert [out.token_ids for out in outputs] == [zoo.greedy("llama", prompt, 24)[:5] for prompt in prompts]
     assert set(launched) == ALWAYS | TREES_ONLY
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", [SpecConfig(2, 1, 3), SpecConfig(2, 3, 9)], ids=str)
+def test_rounds_of_hybrids_through_the_kernels(zoo: Zoo, spec: SpecConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: strides that parents, gates and numbers have in rounds alone."""
+    launched = use_kernels_everywhere(monkeypatch)
+    decoder = zoo.decoder("qwen3_5_text wide", "eagle3", spec, page_size=4, max_batch_size=2)
+    prompts = ragged_prompts(40, 3, seed=1)[:2]
+    outputs = decoder.generate(prompts, SamplingParams(max_tokens=5))
+    assert [out.token_ids for out in outputs] == [zoo.greedy("qwen3_5_text wide", prompt, 24)[:5] for prompt in prompts]
+    own = {
+        "launch_state_numbers",
+        "launch_commit_states",
+        "launch_tree_convolution",
+        "launch_tree_rule",
+        "launch_chunk_convolution",
+    }
+    assert own < set(launched), launched
 
 
 @pytest.mark.slow

@@ -94,6 +94,7 @@ def outputs(driver: Driver, trees: Trees) -> list[tuple[list[int], list[int]]]:
     return [(out.token_ids, out.stats.accepted_per_round) for out in driver.decoder.generate(prompts, SAMPLING)]
 
 
+@pytest.mark.slow_cases(keep=2)
 @pytest.mark.parametrize("whole", [False, True], ids=["phases", "whole rounds"])
 @pytest.mark.parametrize(
     ("target", "kind"),
@@ -114,11 +115,12 @@ def test_warm_ups_change_nothing(zoo: Zoo, target: str, kind: str, whole: bool) 
     assert seen == trees and graphs.calls > 20 and any(sum(accepted) for _, accepted in want)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("spec", [SpecConfig(4, 3, 10), SpecConfig(3, 1, 4)], ids=str)
 def test_a_tree_is_read_again_after_a_warm_up(spec: SpecConfig) -> None:
     """Keeps out: rows with a grammar whose accepted path is committed from slots that a warm-up's commit has overwritten.  The
     other rounds read the tree within the function that warms up."""
-    sampling = [SamplingParams(max_tokens=24, regex=r"(The|A) [a-z]{2,6}( [a-z]{2,7}){4}\."), SamplingParams(max_tokens=24)]
+    sampling = [SamplingParams(max_tokens=16, regex=r"(The|A) [a-z]{2,6}( [a-z]{2,7}){2}\."), SamplingParams(max_tokens=16)]
     found: list[list[list[int]]] = []
     for graphs in (None, WarmUps([])):
         with SpecDecoder.from_pretrained(target_folder(), draft_folder(), spec, device="cpu", max_seq_len=160) as decoder:
@@ -139,6 +141,7 @@ MIXED = [  # so that rows with different needs run beside each other, and in tur
 ]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("whole", [False, True], ids=["phases", "whole rounds"])
 @pytest.mark.parametrize("kind", ["eagle3", "ngram"])
 def test_replays_depend_on_their_keys_and_tensors_alone(zoo: Zoo, kind: str, whole: bool) -> None:

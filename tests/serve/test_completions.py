@@ -33,6 +33,7 @@ def texts_of_stream(stream: Any) -> dict[int, str]:
     return texts
 
 
+@pytest.mark.slow_cases(keep=2)
 @pytest.mark.parametrize(  # any two of texts or ids, one or many, greedy or seeded meet
     ("prompt", "sampling"),
     [(TEXTS[0], GREEDY), (TEXTS, SEEDED), (IDS[0], SEEDED), (IDS, GREEDY)],
@@ -49,6 +50,7 @@ def test_texts_are_those_of_the_decoder(served: Served, prompt: Any, sampling: d
     assert texts_of_stream(served.client().completions.create(stream=True, **ask)) == dict(enumerate(expected))
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("stream", [False, True])
 def test_choices_of_a_prompt_have_seeds_in_a_row(served: Served, stream: bool) -> None:
     """Keeps out: n equal texts, choices in the order in which they end, and a choice 0 that nobody can repeat."""
@@ -104,6 +106,7 @@ def test_without_speculation_the_text_is_the_same(served: Served) -> None:
     assert answer.usage.completion_tokens_details.rejected_prediction_tokens == 0
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("stream", [False, True])
 def test_every_way_to_end(served: Served, stream: bool) -> None:
     """Keeps out: a reason that clients don't know ("eos"), a stop text that is shown, and extensions that do nothing."""

@@ -89,6 +89,7 @@ def test_leaving_a_stream_of_the_client_ends_it(served: Served) -> None:
     wait_until(lambda: driver.is_idle and served.state.queue.is_empty, "the request has ended")
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("stream", [False, True])
 def test_other_callers_do_not_notice(served: Served, stream: bool) -> None:
     """Keeps out: a disconnect that ends, delays or changes what shares the batch."""

@@ -29,6 +29,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow_cases(keep=2)
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: next(iter(options)))
 def test_an_option_is_the_decoder_s(served: Served, options: dict[str, Any]) -> None:
     """Keeps out: a field that is taken and not handed on."""
@@ -168,6 +169,7 @@ def test_logprobs_of_chats(chat_served: Served, stream: bool) -> None:
         assert mine.bytes == (None if "\ufffd" in mine.token else list(mine.token.encode()))
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize("logprobs", [False, True])
 def test_origins_come_where_they_are_asked_for(chat_served: Served, path: str, logprobs: bool) -> None:
@@ -199,6 +201,7 @@ SCHEMA = {
 }  # fmt: skip
 
 
+@pytest.mark.slow_cases(keep=2)
 @pytest.mark.parametrize(
     ("field", "rule"),
     [

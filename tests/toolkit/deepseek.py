@@ -93,7 +93,7 @@ class DeepseekZoo(Zoo):
 
     def target(self, name: str) -> Path:
         folder = self.root / name
-        return folder if folder.is_dir() else save_deepseek(folder, name)
+        return folder if folder.is_dir() else save_deepseek(folder, name, **self.changes)
 
 
 # ---- sparse attention ----

@@ -81,15 +81,24 @@ def save_family(folder: Path, model_type: str, seed: int, **changes: Any) -> Pat
     return folder
 
 
+def shallow(own: dict[str, Any]) -> dict[str, Any]:
+    """What differs from COMMON in a target of as few layers as have one of each kind: tracing takes a second a layer."""
+    layers = 4 if "num_kv_shared_layers" in own else 2  # one of each kind that owns keys, and one that reads them
+    lists = {key: own[key][:layers] for key in ("layer_types", "activation_sparsity_pattern") if key in own}
+    shared = {"num_kv_shared_layers": 2} if "num_kv_shared_layers" in own else {}
+    return {**own, "num_hidden_layers": layers, **lists, **shared}
+
+
 class Families:
     """Folders and transformers models by name, made once."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    def __init__(self, root: Path, *, is_shallow: bool = False) -> None:
+        self.root, self._is_shallow = root, is_shallow
         self._models: dict[str, PreTrainedModel] = {}
 
     def target(self, name: str) -> Path:
         model_type, own = FAMILIES[name]
+        own = shallow(own) if self._is_shallow else own
         folder = self.root / name
         return folder if folder.is_dir() else save_family(folder, model_type, list(FAMILIES).index(name), **own)
 

@@ -229,10 +229,10 @@ MORE_TARGETS: dict[str, Callable[[Path], Path]] = {}  # of other families, likew
 
 
 class Zoo:
-    """Folders of models by name, made once; and what transformers makes of them."""
+    """Folders of models by name, made once; and what transformers makes of them.  changes: of each target's config."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    def __init__(self, root: Path, **changes: Any) -> None:
+        self.root, self.changes = root, changes
         self._models: dict[str, PreTrainedModel] = {}
         self._greedy: dict[tuple[str, tuple[int, ...]], list[int]] = {}
 
@@ -240,7 +240,7 @@ class Zoo:
         folder = self.root / name
         if folder.is_dir():
             return folder
-        return MORE_TARGETS[name](folder) if name in MORE_TARGETS else save_target(folder, name)
+        return MORE_TARGETS[name](folder) if name in MORE_TARGETS else save_target(folder, name, **self.changes)
 
     def head(self, target: str, kind: str) -> Path:
         folder = self.root / f"{target}--{kind}"

@@ -45,7 +45,7 @@ def test_the_shipped_head_is_counted_as_it_is_served() -> None:
     assert found == served(pair, prompts, 24) and found.accept_length > 3
 
 
-@pytest.mark.slow_cases(keep=5)
+@pytest.mark.slow_cases(keep=2)
 @pytest.mark.parametrize("name", ["eagle3-window", "eagle1-two-layers", *HEADS])
 def test_random_heads_are_counted_as_they_are_served(zoo: Zoo, name: str) -> None:
     prompts, head, target = ragged_prompts(40, 3), zoo.head("llama", name), zoo.target("llama")

@@ -86,7 +86,7 @@ def story_file(folder: Path) -> Path:
     return path
 
 
-@pytest.mark.slow
+@pytest.mark.slow_cases(keep=0)
 def test_train_head_end_to_end_and_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Keeps out: a script that trains but writes what the runtime can't load; a resume that starts from nothing."""
     run = HeadRun(texts=6, width=48, longest_prompt=16, steps=2, batch=2, eval_every=1, eval_prompts=2, draft_vocab_size=300)
@@ -102,6 +102,7 @@ def test_train_head_end_to_end_and_resumed(tmp_path: Path, capsys: pytest.Captur
     assert output.token_ids == plain[0].token_ids
 
 
+@pytest.mark.slow_cases
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "vocab"), [("p-eagle", 300), ("dflash", 0), ("dspark", 300)])
 def test_heads_of_one_pass_are_trained_and_read_back(kind: str, vocab: int, tmp_path: Path) -> None:

@@ -130,6 +130,7 @@ def test_ranks_attend_as_one(
     check(layout, "torch", ranks, page_size, run, is_chain, [0, 1, run - 1, run, run * ranks, 5 * run * ranks + run + 1])
 
 
+@pytest.mark.slow_cases(keep=6)
 @pytest.mark.parametrize("is_chain", [True, False], ids=["chain", "tree"])
 @pytest.mark.parametrize("kind", WINDOWS, ids=str)
 @pytest.mark.parametrize(("ranks", "page_size", "run"), [(2, 4, 1), (2, 4, 4), (4, 3, 3)])

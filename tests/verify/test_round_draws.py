@@ -92,6 +92,7 @@ def p_values(tree: DraftTree, tokens_BN: Tensor, options: dict[str, Any]) -> tup
     return p_value(first, want_VV[ROOT]), p_value(pairs_VV, share_V[:, None] * want_VV)
 
 
+@pytest.mark.slow_cases(keep=2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("branches", BRANCHES)
 @pytest.mark.parametrize("proposer", PROPOSERS)

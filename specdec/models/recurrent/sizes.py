@@ -8,6 +8,9 @@ import torch
 
 from specdec.parallel.shard import Shard
 
+# What the kernels of a GPU take: heads a power of two wide, and trees whose mutual products fit on the chip.
+MIN_STATE_WIDTH, MAX_STATE_NODES = 16, 128
+
 
 @dataclass(frozen=True)
 class RecurrentConfig:

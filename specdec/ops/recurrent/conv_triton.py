@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.ops.launch import chained
-from specdec.ops.recurrent.states import ChunkSteps, LayerStates, TreeSteps
+from specdec.ops.recurrent.states import ChunkSteps, LayerStates, TreeSteps, lie_whole
 
 CHUNK_TOKENS, CHUNK_CHANNELS = 16, 256  # of a program over a part
 
@@ -148,7 +148,7 @@ def launch_chunk_convolution(x_TC: Tensor, weight_CZ: Tensor, layer: LayerStates
 
 def _sizes(x_TC: Tensor, weight_CZ: Tensor, layer: LayerStates, steps: TreeSteps | ChunkSteps) -> tuple[int, int]:
     """C and W."""
-    assert all(each.is_contiguous() for each in steps if isinstance(each, Tensor))
+    assert lie_whole(steps)
     (_, W, C), conv_PWC = layer.conv_PWC.shape, layer.conv_PWC
     assert weight_CZ.shape == (C, W + 1) and weight_CZ.is_contiguous() and x_TC.shape[1] == C and x_TC.stride(1) == 1
     assert conv_PWC.stride()[1:] == (C, 1) and conv_PWC.dtype == x_TC.dtype

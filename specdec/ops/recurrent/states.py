@@ -70,3 +70,9 @@ class ChunkSteps(NamedTuple):
     keep_B: Tensor
     after_B: Tensor
     most: int
+
+
+def lie_whole(steps: TreeSteps | ChunkSteps) -> bool:
+    """Whether the tensors that kernels read are contiguous.  They read no parents of chains, which all rows may share."""
+    unread = isinstance(steps, TreeSteps) and steps.is_chain
+    return all(x.is_contiguous() for x in steps if isinstance(x, Tensor) and not (unread and x is steps.parents_BN))

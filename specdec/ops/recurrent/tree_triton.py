@@ -18,7 +18,7 @@ from torch import Tensor
 from specdec.ops.launch import chained
 from specdec.ops.recurrent.gated_delta import Gates
 from specdec.ops.recurrent.shared_triton import EPS, PRECISION, alike, log_decays, multiplied, rule, squares, strengths
-from specdec.ops.recurrent.states import LayerStates, TreeSteps
+from specdec.ops.recurrent.states import LayerStates, TreeSteps, lie_whole
 
 GROUP = 8  # accepted nodes that are read at once
 
@@ -184,7 +184,7 @@ def launch_tree_rule(
     (B, N), E = steps.parents_BN.shape, steps.path_BE.shape[1]
     (_, H, K, V), G = layer.state_PHKV.shape, layer.k_LNGK.shape[2]
     check_rule(y_TC, gates, layer)
-    assert all(each.is_contiguous() for each in steps if isinstance(each, Tensor))
+    assert lie_whole(steps)
     assert len(y_TC) == B * N and N <= layer.k_LNGK.shape[1]
     for left, size in ((layer.k_LNGK, G * K), (layer.u_LNHV, H * V), (layer.decay_LNH, H)):
         assert left.dtype == torch.float32 and left[0].is_contiguous() and left[0, 0].numel() == size

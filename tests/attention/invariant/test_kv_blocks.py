@@ -171,6 +171,7 @@ OF_CHUNKS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow_cases(keep=2)
 @pytest.mark.parametrize(("make", "kind"), OF_CHUNKS)
 def test_a_token_s_attention_does_not_depend_on_its_chunk(make: type[World], kind: LayerKind) -> None:
     """Keeps out: steps that begin where a chunk or a window begins, splits by the number of programs, masked keys."""
@@ -192,6 +193,7 @@ OF_TREES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow_cases(keep=3)
 @pytest.mark.parametrize(("make", "kind", "length"), OF_TREES)
 def test_a_node_s_attention_is_that_of_a_plain_step(make: type[World], kind: LayerKind, length: int) -> None:
     """Keeps out: a tree's keys summed apart from the prefix, a tree across the end of a step or a KV block, siblings read."""

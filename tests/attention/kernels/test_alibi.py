@@ -135,6 +135,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow_cases(keep=5)
 @pytest.mark.parametrize(("name", "plan_of", "kind", "heads", "P", "eight_bit"), CASES)
 def test_distances_are_those_of_positions(
     name: str, plan_of: Callable[[int], World], kind: LayerKind, heads: tuple[int, int, int], P: int, eight_bit: bool

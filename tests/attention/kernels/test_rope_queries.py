@@ -15,6 +15,7 @@ from specdec.ops.rope import HeadPrep, Rotation, rotary_table
 P = 50
 
 
+@pytest.mark.slow_cases(keep=6)
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("rotated", [False, True])
 @pytest.mark.parametrize(("T", "Q", "D"), [(1, 4, 16), (5, 6, 24), (70, 3, 80), (0, 4, 16)])

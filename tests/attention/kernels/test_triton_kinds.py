@@ -216,6 +216,7 @@ def test_a_segments_state_holds_no_sinks(kv_cache_dtype: str, name: str) -> None
             torch.testing.assert_close(a.double().cpu(), b, atol=3e-5, rtol=3e-5)
 
 
+@pytest.mark.slow_cases(keep=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("kv_cache_dtype", STORED)
 def test_half_precision(kv_cache_dtype: str) -> None:

@@ -78,6 +78,7 @@ def test_only_bfloat16_queries_go_to_the_hopper_kernel() -> None:
     assert [key for key, hopper in chosen.items() if not hopper] == [(torch.float16, True)]
 
 
+@pytest.mark.slow_cases(keep=4)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("backend", BACKENDS, ids=["torch", "triton", "triton-split"])
 @pytest.mark.parametrize(("P", "count"), [(1, 1), (5, 6), (16, 3)])

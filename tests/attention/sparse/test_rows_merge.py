@@ -9,6 +9,7 @@ from specdec.attention.sparse.rows_launch import BLOCK, MAX_SPLITS, launch_merge
 from specdec.attention.state import AttentionState
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("splits", [2, 7, 19])
 def test_merged_states(splits: int) -> None:
     """Splits' states, of which a row leaves the last ones idle.  Keeps out: a head's or a column's state merged into another's,

@@ -80,6 +80,7 @@ def test_selection_is_exact(kind: str, n: int, distinct: int, topk: int, sizes: 
     same_rows(launched(world, topk, sizes), *want)
 
 
+@pytest.mark.slow_cases(keep=3)
 @pytest.mark.parametrize(("kind", "n"), KINDS[:3])
 @pytest.mark.parametrize(("topk", "distinct"), [(10, 3), (32, 0), (200, 0)])
 def test_best_keys_meet_the_definition(kind: str, n: int, topk: int, distinct: int) -> None:
@@ -111,6 +112,7 @@ def test_scores_of_any_size(weight: float) -> None:
         same_rows(launched(world, 10, TINY), slots[:, :10].int(), torch.full((2,), 10, device=DEVICE))
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("case", ["best at the sampled places", "best elsewhere", "in one slice", "all equal"])
 def test_the_sample_may_mislead(case: str) -> None:
     """Lists that are too short, too long or empty in most slices.  Keeps out: a result that depends on what was sampled."""
@@ -134,6 +136,7 @@ def test_the_sample_may_mislead(case: str) -> None:
     same_rows(Segment.of_slots(slots, candidates.counts_T(topk)), *world.segment_of(scores, topk))
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(("kind", "n"), [("ragged", 4), ("tree", 7)])
 def test_queries_in_parts(kind: str, n: int) -> None:
     """Few bytes of scratch.  Keeps out: a part of the queries scored at another's place, groups that begin in the wrong row."""

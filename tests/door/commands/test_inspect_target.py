@@ -35,6 +35,7 @@ def facts_of(capsys: pytest.CaptureFixture[str], folder: Path, *flags: str) -> d
     return found
 
 
+@pytest.mark.slow_cases(keep=3)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_is_described_as_transformers_has_it(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -57,7 +57,7 @@ def test_of_each_damage_the_cause_is_named_or_none(shared: Path) -> None:
     check_all(shared / "models" / STORIES, shared / "models" / f"{STORIES}-eagle3", 160, 58)
 
 
-@pytest.mark.slow
+@pytest.mark.slow_cases(keep=0)
 def test_the_same_of_the_shipped_head() -> None:
     check_all(PAIR / "target", PAIR / "draft", 256, 60)
 

@@ -128,6 +128,7 @@ TOO_LITTLE = {
 UNCHECKED = {"max_position_embeddings of another value"}
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("name", WRITERS)
 def test_no_broken_head_loads_quietly(
     name: str, trained: Parts, target: Target, text: torch.Tensor, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -116,6 +116,7 @@ def test_eagle1_computes_what_its_release_meant(zoo: Zoo, target: Target, tmp_pa
     torch.testing.assert_close(got, parts.hidden(ids, features, target.embed_tokens.weight), rtol=1e-5, atol=5e-5)
 
 
+@pytest.mark.slow_cases(keep=6)
 @pytest.mark.parametrize("name", [*MEANT, *MIXED])
 def test_texts_are_the_target_s_own(zoo: Zoo, tmp_path: Path, name: str) -> None:
     """Keeps out: a head that loads and can't run."""

@@ -43,6 +43,7 @@ def load(folder: Path, **options: Any) -> list[str]:
     return [str(each.message) for each in seen]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(("name", "change", "better"), MISREAD)
 def test_a_misreading_is_named(name: str, change: Any, better: str, tmp_path: Path) -> None:
     """Keeps out: a head that loads without a word and drafts a tenth of what it could."""

@@ -69,6 +69,7 @@ def key_changes(raw: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     yield f"{COUNT} removed", {key: value for key, value in raw.items() if key != COUNT}
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("name", SIZES)
 def test_no_broken_layer_loads(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Keeps out: what other runtimes do with such files: they load, and draft badly."""

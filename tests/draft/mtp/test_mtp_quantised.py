@@ -74,6 +74,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow_cases(keep=2)
 @pytest.mark.parametrize(("name", "scheme", "left", "spec"), CASES, ids=[f"{case[0]}-{case[1]}-{case[2]}" for case in CASES])
 def test_texts_and_drafts_are_those_of_the_numbers(tmp_path: Path, name: str, scheme: str, left: str, spec: SpecConfig) -> None:
     """Keeps out: layers under other scales than their own, or read by the target's scheme where they are unquantised."""
@@ -115,6 +116,7 @@ def changes(tensors: Tensors, own: list[str]) -> list[tuple[str, Tensors]]:
 PARTS = ("q_a_proj.", "kv_b_proj.", "kv_a_proj_with_mqa.", "eh_proj.", "experts.3.down_proj.", "shared_experts.up_proj.")
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(("name", "tensors_of"), [("v3", 11), ("v32", 16)])
 def test_no_broken_layer_loads(tmp_path: Path, name: str, tensors_of: int) -> None:
     """Keeps out: a scale that nobody reads, or quantised values that are read without their scales."""
@@ -138,6 +140,7 @@ def test_no_broken_layer_loads(tmp_path: Path, name: str, tensors_of: int) -> No
     assert not quiet
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("left", ["join", "none"])
 def test_no_target_with_a_broken_indexer_loads(tmp_path: Path, left: str) -> None:
     """Keeps out: weights of an indexer's heads read as dense although they are quantised, whose scales are lost."""

@@ -42,7 +42,7 @@ def alone_of(zoo: MtpZoo, target: str, request: Request) -> Any:
     return MtpPaths(DenseMtp(zoo.target(target), hf), hf, request.prompt_ids + request.output.token_ids)
 
 
-@pytest.mark.slow_cases(keep=8)
+@pytest.mark.slow_cases(keep=4)
 @pytest.mark.parametrize(("target", "shape", "page_size", "batch", "settings"), TREES, ids=lambda v: str(v).replace(" ", ""))
 def test_every_node_equals_its_own_path(
     mtp_zoo: MtpZoo,
@@ -78,7 +78,7 @@ TEXTS = [  # target, shape, settings
 ]
 
 
-@pytest.mark.slow_cases(keep=3)
+@pytest.mark.slow_cases(keep=2)
 @pytest.mark.parametrize(("target", "shape", "settings"), TEXTS, ids=str)
 def test_text_is_the_target_s(mtp_zoo: MtpZoo, target: str, shape: Any, settings: dict[str, Any]) -> None:
     """More prompts than rows; twice, so that cached pages are found; greedy and sampled, and with a cancelled request."""

@@ -81,6 +81,7 @@ def test_drafts_what_followed(zoo: Zoo, chunk: int) -> None:
     assert tree == {(), (20,), (20, 21), (10,), (10, 11), (30,), (30, 31)}
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("prefix_caching", [False, True])
 def test_each_round_accepts_what_a_search_by_hand_finds(zoo: Zoo, prefix_caching: bool) -> None:
     """Keeps out: emitted tokens that are not learnt or learnt in a wrong place, which only acceptance would show."""

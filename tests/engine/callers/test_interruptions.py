@@ -30,6 +30,7 @@ def decoder(zoo: Zoo) -> SpecDecoder:
     return zoo.decoder("llama", "eagle3", SpecConfig(3, 4, 12), page_size=4, max_batch_size=3, max_seq_len=96)
 
 
+@pytest.mark.slow_cases(keep=3)
 @pytest.mark.parametrize("call", range(4))
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_stream_closed_inside_a_step(zoo: Zoo, decoder: SpecDecoder, depth: int, call: int) -> None:
@@ -85,6 +86,7 @@ def test_a_second_interrupt_while_rows_are_cleared(zoo: Zoo, decoder: SpecDecode
     driver.assert_nothing_leaked()
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("round", [0, 3])
 def test_ctrl_c_ends_only_what_the_interrupted_call_asked_for(zoo: Zoo, decoder: SpecDecoder, round: int) -> None:
     """Keeps out: Ctrl-C that ends the requests of other threads, or leaves rows and pages behind, or a decoder that is dead."""

@@ -16,6 +16,7 @@ from specdec import SamplingParams, SpecConfig
 SPEC = SpecConfig(3, 4, 12)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.slow
 @pytest.mark.parametrize("depth", [0, 1])
 def test_threads_share_the_batch(zoo: Zoo, depth: int) -> None:

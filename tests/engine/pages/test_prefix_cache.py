@@ -128,18 +128,15 @@ def test_keys_hold_the_successor() -> None:
 def test_a_text_that_waits_is_looked_up_again_only_where_pages_have_changed() -> None:
     """Keeps out: a long text that waits and costs milliseconds before each launch, and one that enters with pages of before."""
     admission = Admission(PagePool(41, 4), 8, True)
-    first, other = new_request([7] * 50, 4), new_request([5] * 9, 4)
-    for request in (first, other):
+    for request in (first := new_request([7] * 50, 4), other := new_request([5] * 9, 4)):
         found = admission.find(request, False)
         assert found is not None and not found.path and admission.admit(request, found)
     admission.keep(first, first.prompt_ids, False, 50)
     waits = new_request([7] * 50, 4)
-    looks = [admission.find(waits, False) for _ in range(2)]
-    assert looks[0] and looks[1] and looks[0].path is looks[1].path and looks[0].tokens == 48
+    once, twice = (admission.find(waits, False) for _ in range(2))
     admission.keep(other, other.prompt_ids, False, 9)
     again = admission.find(waits, False)
-    assert again and again.path is not looks[0].path and again.path == looks[0].path
-    assert admission.find(waits, True) != again
+    assert once and twice and again and once.path is twice.path is not again.path == once.path != admission.find(waits, True)
 
 
 def test_a_text_is_looked_at_as_far_as_it_is_kept() -> None:

@@ -67,6 +67,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow_cases(keep=2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "kind", "spec", "page_size", "depth"), [(*case, i % 2) for i, case in enumerate(CASES)], ids=str

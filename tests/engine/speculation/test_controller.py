@@ -28,6 +28,7 @@ def machine(ready: tuple[int, ...] = (), captures: bool = True, seed: int = 0) -
     return made
 
 
+@pytest.mark.slow_cases(keep=8)
 @pytest.mark.parametrize("rows", [1, 8, 32, 64])
 @pytest.mark.parametrize("tau", [1.5, 2, 3, 4.5, 6])
 @pytest.mark.parametrize("branches", [0.0, 0.5])
@@ -67,6 +68,7 @@ def test_a_change_is_noticed_within_a_hundred_rounds(rows: int) -> None:
         assert made.run(rows, 240, text) > 0.95 * best_rate(rows, text, SHAPES)
 
 
+@pytest.mark.slow_cases(keep=2)
 @pytest.mark.parametrize("rows", [1, 8, 32])
 @pytest.mark.parametrize("taus", [(6, 4.5, 3, 2, 1.5), (1.5, 3, 2, 6, 4.5)])
 def test_close_to_the_best_with_costs_as_measured(rows: int, taus: tuple[float, ...]) -> None:

@@ -73,6 +73,7 @@ def test_rows_that_enter_and_leave_during_pauses(zoo: Zoo, depth: int) -> None:
     assert [out.token_ids for out in alone.generate(prompts, params)] == want
 
 
+@pytest.mark.slow_cases
 @pytest.mark.slow
 @pytest.mark.parametrize("topk", [1, 4])
 def test_auto_writes_the_same_text(zoo: Zoo, topk: int) -> None:

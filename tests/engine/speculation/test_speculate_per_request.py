@@ -168,6 +168,7 @@ def test_the_chooser_sees_rows_that_speculate_alone(zoo: Zoo) -> None:
     assert [request.stats.drafted > 0 for request in requests] == [False, True, False]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("shares", [False, True])
 def test_a_row_that_speculates_takes_no_page_that_the_drafter_did_not_write(zoo: Zoo, shares: bool) -> None:
     """Plain rows keep a text's pages in use while a row with the same text speculates.  Keeps out: a page replaced under its

@@ -19,6 +19,7 @@ from specdec.steps import CatchUp, RunRound, Step, Try
 AUTO = SpecConfig("auto", 3, 12)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("kind", ["eagle3", "ngram"])
 def test_texts_do_not_change_when_shapes_are_tried_and_change_each_round(zoo: Zoo, kind: str) -> None:
     """The controller is a random one, which tries all shapes that it is about to run."""

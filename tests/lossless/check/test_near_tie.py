@@ -82,6 +82,7 @@ def test_an_output_that_ends_early_has_diverged():
     assert part == Divergence(0, 2, None, 3)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("options", [{"top_k": 2}, {"top_p": 0.7}, {"top_k": 3, "top_p": 0.9}, {}])
 def test_the_least_raise_is_the_least_that_changes_the_choice(options):
     """Keeps out: a token on the cutoff of top-k or top-p called impossible, and a margin that explains nothing.

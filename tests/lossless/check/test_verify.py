@@ -32,6 +32,7 @@ def decoder_of(zoo: Zoo, dtype: str, kv: str = "auto") -> SpecDecoder:
     return zoo.decoder("llama", "eagle1", SpecConfig(3, 8, 40), dtype=dtype, kv_cache_dtype=kv)
 
 
+@pytest.mark.slow_cases(keep=2)
 @pytest.mark.parametrize(
     ("dtype", "kv", "sampling"),
     [
@@ -116,6 +117,7 @@ def fault(name: str) -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow_cases(keep=2)
 @pytest.mark.parametrize(
     ("name", "dtype", "kv"),
     [*((name, "bfloat16", "auto") for name in FAULTS), ("position", "bfloat16", "int8"), ("stale keys", "float32", "auto")],

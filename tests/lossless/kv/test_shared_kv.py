@@ -54,6 +54,7 @@ def test_generate_equals_the_oracle(
     assert [out.token_ids for out in plain] == expected(zoo, name)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("head", ["eagle3", "eagle1"])
 def test_prompts_in_chunks(zoo: SharingZoo, head: str) -> None:
     """EAGLE-1 reads all final states of a prompt, EAGLE-3 only outputs of layers: the last layers run all rows, or few."""
@@ -62,6 +63,7 @@ def test_prompts_in_chunks(zoo: SharingZoo, head: str) -> None:
     assert [out.token_ids for out in outputs] == expected(zoo, "half")
 
 
+@pytest.mark.slow_cases(keep=2)
 @pytest.mark.parametrize("name", SHARING)
 def test_unwritten_slots_and_kept_prefixes(zoo: SharingZoo, name: str) -> None:
     """Caches start as NaN, and the second run finds its prompts in the prefix cache."""

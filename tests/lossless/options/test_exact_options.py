@@ -74,6 +74,7 @@ def bad_phrases(decoder: SpecDecoder, prompts: list[list[int]]) -> list[list[int
     return [out.token_ids[at : at + 2 + at % 3] for out in outputs for at in (0, 4, 9)]
 
 
+@pytest.mark.slow_cases(keep=2)
 @pytest.mark.parametrize("name", [*OPTIONS, "phrases", "all"])
 def test_greedy_text_equals_transformers(zoo: Zoo, decoder: SpecDecoder, name: str) -> None:
     """Keeps out: an option that only the bonus token obeys; counts that miss path or prompt; another order of options."""
@@ -103,6 +104,7 @@ CHANGES: dict[str, dict[str, Any]] = {  # a value of each field that must change
 ELSEWHERE = {"stop", "ignore_eos", "logprobs", "logprobs_mode", "n", "json_schema", "regex", "grammar"}
 
 
+@pytest.mark.slow_cases(keep=3)
 @pytest.mark.parametrize("name", [field.name for field in fields(SamplingParams) if field.name not in ELSEWHERE])
 def test_no_field_is_ignored(decoder: SpecDecoder, name: str) -> None:
     """Every field changes sampled text, and the text is the same with speculation and without, whoever shares the batch."""

@@ -79,6 +79,7 @@ def test_texts_obey_and_do_not_depend_on_the_draft(decoder: SpecDecoder, plain: 
     Driver(decoder).assert_nothing_leaked()
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
     ("draft", "spec"), [(None, SpecConfig(5, 1, 6)), (None, SpecConfig("auto", 4, 16)), ("ngram", SpecConfig(3, 1))]
 )
@@ -212,7 +213,7 @@ def test_a_limit_that_drafts_reach_ends_no_text(
 def test_rounds_that_are_only_tried_lead_no_text_on(plain: list[list[int]]) -> None:
     """All shapes, of batches with grammars and without.  Keeps out: a text that takes a trial's tokens, and a trial without
     grammars that takes from a text what its last round has emitted."""
-    decoder = load(None, SpecConfig("auto", 4, 16))
+    decoder = load(None, SpecConfig("auto", 2, 6))
     driver = Driver(decoder)
     driver.set_depth(1)
     controller = driver.controller_that_tries()

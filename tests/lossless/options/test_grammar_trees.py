@@ -41,6 +41,7 @@ def load(zoo: Zoo, root: Path, target: str, draft: str, spec: SpecConfig) -> Spe
     return decoder
 
 
+@pytest.mark.slow_cases(keep=2)
 @pytest.mark.parametrize(("target", "draft", "shape"), KINDS, ids=str)
 def test_no_broken_draft_is_read(zoo: Zoo, tmp_path: Path, target: str, draft: str, shape: Any) -> None:
     """Three requests with a grammar and one without, greedy and with a seed.  Keeps out: a kind of drafter whose trees go

@@ -269,6 +269,7 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> NativeZoo:
     return NativeZoo(tmp_path_factory.mktemp("native"))
 
 
+@pytest.mark.slow_cases(keep=20)
 @pytest.mark.parametrize(("family", "changes", "says"), ROWS)
 def test_two_keys_mean_what_transformers_computes(
     zoo: NativeZoo, tmp_path: Path, family: str, changes: dict[str, Any], says: str

@@ -97,6 +97,7 @@ def test_captured_rounds_write_the_same(zoo: DeepseekZoo, name: str, shape: tupl
     hold_captured_text(zoo, name, shape, page_size)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(4, 4, 16), (4, 1, 5)], ids=["tree", "chain"])
 def test_shared_prefixes_are_read_as_latents(zoo: DeepseekZoo, shape: tuple[int, int, int]) -> None:

@@ -64,7 +64,7 @@ def test_ids_are_those_of_smollms_own_rules():
     assert len(tokenizer.encode("2024")) == 4
 
 
-@pytest.mark.slow
+@pytest.mark.slow_cases(keep=0)
 def test_texts_are_those_of_transformers(numbers, decoder):
     """Keeps out: a real model that writes other texts than its own, with speculation or without."""
     config = LlamaConfig(

@@ -50,6 +50,7 @@ def expect_equal(found: Target, wanted: Target) -> None:
         assert name == other and torch.equal(own, expected), name
 
 
+@pytest.mark.slow_cases(keep=5)
 @pytest.mark.parametrize("types", [lambda name: "F32", lambda name: "Q8_0", mixed], ids=["F32", "Q8_0", "mixed"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_file_is_the_model_that_it_was_made_of(tmp_path, family, types):

@@ -36,6 +36,7 @@ def load(folder: Path, shard: Shard = WHOLE) -> CausalLM:
     return load_target(folder, choose_target(folder, "native").config, 128, CPU, torch.float32, shard)
 
 
+@pytest.mark.slow_cases(keep=5)
 @pytest.mark.parametrize("name", MIXTURES)
 @torch.inference_mode()
 def test_logits_are_those_of_transformers(zoo: MixtureZoo, name: str) -> None:

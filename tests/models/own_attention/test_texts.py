@@ -38,6 +38,7 @@ def decoder_of(root: Path, name: str, draft: str, shape: tuple[int, int, int], *
     return SpecDecoder.from_pretrained(target, head, SpecConfig(*shape), **merged)
 
 
+@pytest.mark.slow_cases(keep=2)
 @pytest.mark.parametrize(("name", "draft", "shape", "page_size"), CASES, ids=lambda v: str(v).replace(" ", ""))
 def test_generate_equals_transformers(
     tmp_path: Path, name: str, draft: str, shape: tuple[int, int, int], page_size: int

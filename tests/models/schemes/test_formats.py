@@ -56,6 +56,7 @@ def test_bytes_of_rounded_weights_are_known(tmp_path: Path, quantize: str) -> No
     assert foreseen == taken
 
 
+@pytest.mark.slow_cases(keep=4)
 @pytest.mark.parametrize("name", SCHEMES)
 def test_matrices_are_what_the_file_stands_for(tmp_path: Path, name: str) -> None:
     """Keeps out: nibbles in another order, zero points off by one, a scale that divides, parts of a fused matrix with one

@@ -47,6 +47,7 @@ def test_texts_and_acceptance_are_those_of_the_numbers(tmp_path: Path, name: str
     assert outputs(quantised, head) == outputs(plain, head)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("quantize", ["fp8", "int4"])
 def test_ordinary_weights_are_rounded_at_load(tmp_path: Path, quantize: str) -> None:
     """All but the output layer and the drafter.  Keeps out: an option that is read and does nothing."""
@@ -259,6 +260,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.slow_cases(keep=8)
 @pytest.mark.parametrize(("scheme", "tensors", "config", "says"), REFUSED, ids=[case[3] for case in REFUSED])
 def test_broken_checkpoints_are_refused(
     tmp_path: Path, scheme: str, tensors: dict[str, Any], config: dict[str, Any], says: str

@@ -137,6 +137,7 @@ CUT = (
 )
 
 
+@pytest.mark.slow_cases(keep=4)
 @pytest.mark.parametrize("name", [*CUT, "nvfp4", "modelopt nvfp4", "deepseek fp8", "fp8", "int4"])
 def test_what_ranks_hold_is_the_whole(tmp_path: Path, name: str) -> None:
     """Keeps out: a cut of quantised values without that of their scales or zero points, in any format."""

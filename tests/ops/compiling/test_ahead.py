@@ -21,12 +21,16 @@ TURNS = ("A100", "A10", "L40S", "B200")  # of which each kernel gets one: toolki
 def lines(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """What one process prints that compiles for all tests of this file that run: each GPU's launches are recorded once.
 
-    Where slow tests run, each kernel is compiled for all types on one GPU, and for one set of types on two others.
+    Where slow tests run, each kernel is compiled for all types on this GPU, and for one set of types on two others.
     """
-    is_whole = any(item.path == request.path and item.get_closest_marker("slow") for item in request.session.items)
-    others, once = (("H200", *TURNS), ("H200", *TURNS)) if is_whole else (("H200",), (LITTLE,))
-    rest = ("--turns", *TURNS) if is_whole else ("--names", "H200")
-    printed = compiler_s_output("ahead/compile.py", "--largest", "1", "--gpus", LITTLE, *others, "--once", *once, *rest)
+    run = {item.nodeid.partition("::")[2] for item in request.session.items if item.path == request.path}
+    others = ("H200", *TURNS) if "test_every_kernel_compiles_and_fits_elsewhere" in run else ()
+    once = others if "test_kernels_compile_and_fit_for_all_types_that_they_read" in run else (LITTLE, *others)
+    rest = ("--turns", *TURNS) if others else ("--names", "H200")
+    gpus = (LITTLE, *(others or ("H200",)))
+    printed = compiler_s_output(
+        "ahead/compile.py", "--largest", "1", "--gpus", *gpus, *(("--once", *once) if once else ()), *rest
+    )
     return [json.loads(line) for line in printed.splitlines()]
 
 
@@ -61,13 +65,13 @@ def test_every_kernel_compiles_for_a_gpu_of_little_shared_memory(lines: list[dic
     check(lines, LITTLE, 50)
 
 
-@pytest.mark.slow
+@pytest.mark.slow_cases(keep=0)
 def test_kernels_compile_and_fit_for_all_types_that_they_read(lines: list[dict[str, Any]]) -> None:
     """Keeps out: the same, where caches and weights have other types."""
     check(lines, LITTLE, 100)
 
 
-@pytest.mark.slow
+@pytest.mark.slow_cases(keep=0)
 def test_every_kernel_compiles_and_fits_elsewhere(lines: list[dict[str, Any]]) -> None:
     """Keeps out: the same, where another generation compiles otherwise, or other tiles are chosen."""
     check(lines, "H200", 70)

@@ -94,6 +94,7 @@ PLANTED = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow_cases(keep=2)
 @pytest.mark.parametrize(("path", "line", "planted", "field", "found"), PLANTED)
 def test_planted_accesses_of_partitions_are_found(
     path: Path, line: str, planted: str, field: str, found: str | None, tmp_path: Path

@@ -88,6 +88,7 @@ def check(logits: Tensor) -> None:
         assert weights[got[row] != kept[row]].sum() < 1e-6 * weights[kept[row]].sum() and rows.column("top_p")[row] < 1, row
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(("V", "dtype"), [(90, torch.float32), (4097, torch.float16)])
 def test_the_kernels_equal_the_definition(V: int, dtype: torch.dtype) -> None:
     """Keeps out: another sequence's options, an edge that counts on the wrong side, ties of another slice, and the end of a
@@ -132,6 +133,7 @@ def test_min_p_alone(dtype: torch.dtype) -> None:
     assert torch.equal(kept[far], (shares >= torch.tensor([[0.1], [0.9]]))[far]) and kept.any(1).all() and not kept.all()
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_tokens_are_sampled_from_what_is_kept(dtype: torch.dtype) -> None:
     """Keeps out: a dropped token whose noise is large, a greedy row that is filtered, a slice that wins with no token kept."""

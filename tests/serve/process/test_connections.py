@@ -270,6 +270,7 @@ def test_a_slow_body_that_goes_on_is_waited_for(pair: SpecDecoder) -> None:
 LARGE: dict[str, Any] = {**GOOD, "max_tokens": 400, "n": 4, "ignore_eos": True, "logprobs": 10}
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("stream", [True, False])
 def test_an_answer_that_nobody_reads(pair: SpecDecoder, stream: bool) -> None:
     """Keeps out: a text, a connection and a place that are held for ever for a reader that has stopped, streamed or not."""
@@ -283,6 +284,7 @@ def test_an_answer_that_nobody_reads(pair: SpecDecoder, stream: bool) -> None:
     Driver(pair).assert_nothing_leaked()
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_reader_that_is_only_slow(pair: SpecDecoder, stream: bool) -> None:
     """Keeps out: a reader that is cut off although it reads all the time."""

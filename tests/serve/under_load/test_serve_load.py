@@ -57,7 +57,7 @@ def test_numbers_of_hand_made_records(part) -> None:
     assert [numbers.percentile(list(range(1, 101)), percent) for percent in (0, 50, 99, 100)] == [1, 50, 99, 100]
 
 
-@pytest.mark.slow
+@pytest.mark.slow_cases(keep=0)
 def test_the_script_runs(tmp_path: Path) -> None:
     """Keeps out: a script that has stopped working since it was last run on a GPU, and unequal work on the two sides."""
     out = tmp_path / "load.json"

@@ -93,7 +93,7 @@ def run(port: int, driver: Driver, stops: bool) -> tuple[Reader, list[Reader]]:
     return large, others
 
 
-@pytest.mark.slow
+@pytest.mark.slow_cases(keep=0)
 def test_a_slow_reader_holds_up_nobody(tmp_path: Path) -> None:
     """Others get their whole texts while it has stopped; the text that waits is kept once, not piece by piece."""
     decoder = pair_with_chat(tmp_path, device="cpu", dtype="float32", max_batch_size=8)

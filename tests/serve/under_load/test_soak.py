@@ -17,7 +17,7 @@ from specdec.engine.pages.forecast import KEPT
 from specdec.generation import Stats
 
 
-@pytest.mark.slow
+@pytest.mark.slow_cases(keep=0)
 def test_hundreds_of_calls(tmp_path: Path) -> None:
     decoder = pair_with_chat(tmp_path, device="cpu", dtype="float32", max_batch_size=8)
     plan = Plan(calls=160, warm_up=60, workers=14, processes=1, pause=30, max_tokens=10, exact=True)

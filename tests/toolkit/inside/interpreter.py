@@ -11,14 +11,16 @@ import math
 from dataclasses import replace
 from typing import Any
 
+from toolkit.inside.operands import share_operands
+
 
 def quicken() -> None:
     """Changes the interpreter of this process, before its first launch."""
     import triton.language as tl
     from triton.runtime import interpreter
 
-    parts = ("_patch_lang", "_patch_builtin", "_patch_attr", "_LangPatchScope", "_get_np_dtype", "interpreter_builder")
-    if not all(hasattr(interpreter, name) for name in parts):
+    parts = "_patch_lang _patch_builtin _patch_attr _LangPatchScope _get_np_dtype interpreter_builder interpreter_semantic"
+    if not all(hasattr(interpreter, name) for name in parts.split()):
         return
 
     @functools.cache
@@ -64,6 +66,7 @@ def quicken() -> None:
     interpreter._patch_builtin, interpreter._LangPatchScope = patch_builtin, Scope
     interpreter._patch_lang, interpreter._get_np_dtype = patch_once, np_dtype
     _share_sizes(tl.core)
+    share_operands(interpreter, tl.core)
     builder = interpreter.interpreter_builder
     if not builder.options.debug:  # else an overflow raises
         builder.options = replace(builder.options, sanitize_overflow=False)
@@ -73,7 +76,7 @@ def _share_sizes(core: Any) -> None:
     """Blocks and values of the same sizes share what their types' constructors make of the sizes, which nothing changes."""
     make_block_type = core.block_type.__init__
     of_blocks: dict[tuple[str, tuple[int, ...]], tuple[Any, Any, str]] = {}
-    of_values: dict[tuple[int, ...], tuple[Any, Any]] = {}
+    of_values: dict[str, tuple[Any, Any, Any]] = {}
 
     def init_block_type(self: Any, element_ty: Any, shape: Any) -> None:
         sizes = tuple([each.value if type(each) is core.constexpr else each for each in shape])
@@ -87,11 +90,14 @@ def _share_sizes(core: Any) -> None:
         self.shape, self.numel, self.name = of_blocks[key]
 
     def init_tensor(self: Any, handle: Any, type: Any) -> None:
-        sizes = tuple(type.shape) if type.is_block() else ()
-        if sizes not in of_values:
-            of_values[sizes] = core.tuple([core.constexpr(size) for size in sizes]), core.constexpr(math.prod(sizes))
-        self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.shape, self.numel = of_values[sizes]
+        name = type.name
+        if name not in of_values:
+            sizes = tuple(type.shape) if type.is_block() else ()
+            of_values[name] = (
+                core.tuple([core.constexpr(size) for size in sizes]), core.constexpr(math.prod(sizes)), type.scalar
+            )  # fmt: skip
+        self.handle, self.type = handle, type
+        self.shape, self.numel, self.dtype = of_values[name]
 
     core.block_type.__init__, core.tensor.__init__ = init_block_type, init_tensor
 

@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from toolkit.rules.source import nodes
@@ -60,8 +61,13 @@ def module_of(name: str, root: Path) -> str:
     return "specdec"
 
 
-def imported(path: Path, root: Path) -> Iterator[tuple[int, str]]:
-    """Every module that a file names in an import, at any depth, as (line, absolute name)."""
+@cache
+def imported(path: Path, root: Path) -> tuple[tuple[int, str], ...]:
+    """Every module that a file names in an import, at any depth, as (line, absolute name).  The file must not change."""
+    return tuple(_imported(path, root))
+
+
+def _imported(path: Path, root: Path) -> Iterator[tuple[int, str]]:
     name = module_name(path, root)
     package = name if path.stem == "__init__" else name.rpartition(".")[0]
     for node in nodes(path):

@@ -3,28 +3,45 @@
 import ast
 import gc
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
 import pytest
 
 
-@cache
-def parsed(path: Path) -> ast.Module:
-    """The file's syntax tree.  The file must not change."""
+@contextmanager
+def no_garbage() -> Iterator[None]:
+    """Python would look for garbage in all trees again and again: most of the time that parsing and walking take."""
     enabled = gc.isenabled()
-    gc.disable()  # Python would look for garbage in all trees again and again: most of the time that parsing takes
+    gc.disable()
     try:
-        return ast.parse(path.read_text())
+        yield
     finally:
         if enabled:
             gc.enable()
 
 
 @cache
+def parsed(path: Path) -> ast.Module:
+    """The file's syntax tree.  The file must not change."""
+    with no_garbage():
+        return ast.parse(path.read_text())
+
+
+@cache
 def nodes(path: Path) -> tuple[ast.AST, ...]:
-    """All nodes of the file's syntax tree, as `ast.walk` gives them."""
-    return tuple(ast.walk(parsed(path)))
+    """All nodes of the file's syntax tree, in the order of `ast.walk`."""
+    found: list[ast.AST] = [parsed(path)]
+    with no_garbage():
+        for node in found:  # which grows
+            for name in node._fields:
+                value = getattr(node, name, None)
+                if isinstance(value, list):
+                    found += [each for each in value if isinstance(each, ast.AST)]
+                elif isinstance(value, ast.AST):
+                    found.append(value)
+    return tuple(found)
 
 
 @pytest.fixture(scope="module", autouse=True)

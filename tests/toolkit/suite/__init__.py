@@ -1,0 +1,1 @@
+"""How a run of the suite is made: which cases it takes."""
