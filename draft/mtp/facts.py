@@ -6,7 +6,7 @@ from specdec.draft.kind import Facts
 from specdec.draft.mtp.spec import MtpSpec
 from specdec.draft.mtp.tensors import copies, how_stored, stored_tensors
 from specdec.models.checkpoints.checkpoint import Checkpoint
-from specdec.models.keys.shared import MTP_COUNT
+from specdec.models.checkpoints.mtp_names import count_key
 
 
 def facts_of(checkpoint: Checkpoint, spec: MtpSpec) -> Facts:
@@ -39,7 +39,7 @@ def facts_of(checkpoint: Checkpoint, spec: MtpSpec) -> Facts:
         spec.family,
         "the target's publisher, with the target",
         head,
-        {MTP_COUNT: f"{model.num_layers}, in {', '.join(f'{prefix}*' for prefix in spec.prefixes)}"},
+        {count_key(spec.family): f"{model.num_layers}, in {', '.join(f'{prefix}*' for prefix in spec.prefixes)}"},
         {name: list(shape) for name, shape in stored_tensors(checkpoint, spec).items()},
         {name: f"repeats {own}" for name, own in held.items()},
     )

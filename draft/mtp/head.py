@@ -35,7 +35,7 @@ class MtpLayer(nn.Module):
         super().__init__()
         model = spec.model
         H, eps = model.hidden_size, model.rms_norm_eps
-        self.embed_norm, self.hidden_norm, self.norm = (RMSNorm(H, eps) for _ in range(3))
+        self.embed_norm, self.hidden_norm, self.norm = (RMSNorm(H, eps, model.zero_centred_norms) for _ in range(3))
         self.join = Linear(2 * H, H)
         self.block = spec.block.make(model, index)
 

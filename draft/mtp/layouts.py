@@ -11,7 +11,7 @@ from specdec.attention.kinds import FULL, LayerKind
 from specdec.draft.mtp.spec import MtpBlock, MtpNames, MtpRules, MtpSpec
 from specdec.models.checkpoints.checkpoint import config_path
 from specdec.models.checkpoints.loader import LLAMA_PARTS
-from specdec.models.checkpoints.mtp_names import mtp_prefixes
+from specdec.models.checkpoints.mtp_names import count_key, mtp_prefixes
 from specdec.models.config import ModelConfig, read_json
 from specdec.models.deepseek.config import parse_experts, said
 from specdec.models.deepseek.loader import PARTS
@@ -22,6 +22,9 @@ from specdec.models.mixtures.families.glm4_moe import parse_glm4_moe
 from specdec.models.mixtures.families.hy_v3 import parse_hy_v3
 from specdec.models.mixtures.loader import FAMILIES as MIXTURES
 from specdec.models.mixtures.loader import mixture_layer
+from specdec.models.qwen_hybrid.config import FAMILIES as HYBRIDS
+from specdec.models.qwen_hybrid.loader import PARTS as HYBRID_PARTS
+from specdec.models.qwen_hybrid.modules import hybrid_layer
 
 
 class _Family(NamedTuple):
@@ -44,8 +47,8 @@ def read_mtp(folder: Path, target: ModelConfig) -> MtpSpec:
         )
     if target.mtp_layers == 0:
         raise ValueError(
-            f"{where}: draft='mtp' needs a target with MTP layers, got {MTP_COUNT} 0 or none; nearest setting that works: "
-            "draft='ngram', or the folder of a draft head"
+            f"{where}: draft='mtp' needs a target with MTP layers, got {count_key(target.family)} 0 or none; nearest setting "
+            "that works: draft='ngram', or the folder of a draft head"
         )
     if family.block is _LATENT and not target.keeps_latents:
         raise ValueError(
@@ -99,6 +102,16 @@ def _ernie(raw: dict[str, Any], target: ModelConfig, where: str) -> ModelConfig:
     return replace(parse_ernie4_5_moe(raw, where), experts=None, has_experts=False, quantization=target.quantization)
 
 
+def _hybrid(raw: dict[str, Any], target: ModelConfig, where: str) -> ModelConfig:
+    """A layer as the target's own of gated attention; with experts if the target has some."""
+    if target.mtp_layers > 1:
+        raise ValueError(
+            f"{where}: draft='mtp' runs one MTP layer of a {target.family} target, got {count_key(target.family)} "
+            f"{target.mtp_layers}: more of them share their join and norms; nearest setting that works: draft='ngram'"
+        )
+    return replace(target, experts=target.experts and replace(target.experts, dense_layers=frozenset()))
+
+
 def _dense(raw: dict[str, Any], target: ModelConfig, where: str) -> ModelConfig:
     """A layer as the target's own."""
     if set(target.key_kinds) != {FULL}:
@@ -110,15 +123,17 @@ def _dense(raw: dict[str, Any], target: ModelConfig, where: str) -> ModelConfig:
 
 
 _PLAIN, _LATENT = MtpBlock(mixture_layer, {**PARTS, **LLAMA_PARTS}), MtpBlock(DeepseekLayer, PARTS)
-_HY3 = MtpBlock(mixture_layer, MIXTURES["hy_v3"].parts)
+_HY3, _HYBRID = MtpBlock(mixture_layer, MIXTURES["hy_v3"].parts), MtpBlock(hybrid_layer, HYBRID_PARTS)
 _EH_COPIES = (("{0}.embed_tokens.weight", "model.embed_tokens.weight"), ("{0}.shared_head.head.weight", "lm_head.weight"))
 _EH = MtpNames("{0}.enorm", "{0}.hnorm", "{0}.eh_proj", "{0}.shared_head.norm", copies=_EH_COPIES)
 _EH_HY3 = MtpNames("{0}.enorm", "{0}.hnorm", "{0}.eh_proj", "{0}.final_layernorm")
 _MIMO = MtpNames("{0}.token_layernorm", "{0}.hidden_layernorm", "{0}.input_proj", "{0}.final_layernorm")
 _ERNIE = MtpNames("{0}", "{1}", "{2}", "model.norm", "{3}")
+_MTP = MtpNames("{0}.pre_fc_norm_embedding", "{0}.pre_fc_norm_hidden", "{0}.fc", "{0}.norm", "{0}.layers.0")
 # transformers' MTP path is the reference of DeepSeek and GLM.  It has none for the others.  MiMo: vLLM and SGLang agree, whose
 # code came from the publisher.  Hy3: SGLang's code, which Tencent signed; vLLM's zeroes the first embedding, and is the same
-# otherwise.  ERNIE: Baidu's FastDeploy; vLLM and SGLang zero the first embedding and leave the target's norm out.
+# otherwise.  Qwen's hybrids: LMDeploy and SGLang agree.  ERNIE: Baidu's FastDeploy; vLLM and SGLang zero the first embedding
+# and leave the target's norm out.
 _USUAL = MtpRules(hidden_first=False, zeroes_first=False)
 LATENTS = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite")
 FAMILIES = {
@@ -127,4 +142,5 @@ FAMILIES = {
     "mimo": _Family(_MIMO, MtpRules(hidden_first=True, zeroes_first=True), _PLAIN, _dense),
     "hy_v3": _Family(_EH_HY3, _USUAL, _HY3, _hy_v3),
     "ernie4_5_moe": _Family(_ERNIE, _USUAL, _PLAIN, _ernie),
+    **dict.fromkeys(HYBRIDS, _Family(_MTP, _USUAL, _HYBRID, _hybrid)),
 }

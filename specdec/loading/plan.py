@@ -42,15 +42,17 @@ MAX_BATCH = 4096  # the most that max_batch_size takes
 NOT_LOSSLESS = re.compile(r"\.experts\.|(\b(mlp|block_sparse_moe)\.gate|router(\.gate)?|expert_gate|\bkv_b_proj)\.weight$")
 # What is kept in float32 in a model of any dtype; of some families the router, too.
 FLOAT32, ROUTER = (
-    re.compile(r"\.(sinks|e_score_correction_bias|expert_bias)$"),
+    re.compile(r"\.(sinks|e_score_correction_bias|expert_bias|A_log|dt_bias)$"),
     re.compile(r"\.mlp\.(gate|router)\.(weight|bias)$"),
 )
+NORM = re.compile(r"norm\w*\.weight$")
+GATED_NORM = ".linear_attn.norm.weight"  # of a family whose other norms are zero-centred
 # What lies together in one matrix: parts of a projection, and the experts of a layer.
 TOGETHER = (
     (re.compile(r"\.experts\.\d+\."), ".experts."),
     (re.compile(r"\b((gate|up)_proj|w[13])$"), "gate_up"),
     (re.compile(r"\b(q_b_proj|indexer\.wq_b)$"), "q_b"),
-    (re.compile(r"\b([qkv]_proj|q_a_proj|kv_a_proj_with_mqa|indexer\.wk)$"), "in"),
+    (re.compile(r"\b(in_proj_(qkvz?|z)|[qkv]_proj|q_a_proj|kv_a_proj_with_mqa|indexer\.wk)$"), "in"),
 )
 
 
@@ -234,7 +236,8 @@ def tensor_bytes(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype
     float32 = config.experts is not None and config.experts.kept_float32
 
     def size(name: str) -> int:
-        is_float32 = FLOAT32.search(name) or (float32 and ROUTER.search(name))
+        is_above_one = config.zero_centred_norms and NORM.search(name) and not name.endswith(GATED_NORM)
+        is_float32 = FLOAT32.search(name) or (float32 and ROUTER.search(name)) or is_above_one
         numbers = math.prod(held(name, checkpoint.shape(name)))
         copies = heads.get(name.removesuffix(".weight").rpartition(".")[2], 1)
         return numbers * copies * (4 if is_float32 else dtype.itemsize)

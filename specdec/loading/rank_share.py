@@ -13,9 +13,11 @@ from specdec.models.config import ModelConfig
 from specdec.models.schemes.size import Held
 
 Shape = tuple[int, ...]
-BY_ROWS = re.compile(r"(\.(q_proj|q_b_proj|kv_b_proj|gate_proj|up_proj|gate_up_proj|w1|w3|sinks)|^lm_head)$")
+BY_ROWS = re.compile(
+    r"(\.(q_proj|q_b_proj|kv_b_proj|gate_proj|up_proj|gate_up_proj|w1|w3|sinks|in_proj_\w+|conv1d|A_log)|^lm_head)$"
+)
 BY_KV_HEADS = re.compile(r"\.[kv]_proj$")
-BY_COLUMNS = re.compile(r"\.(o_proj|down_proj|w2)$")
+BY_COLUMNS = re.compile(r"\.(o_proj|out_proj|down_proj|w2)$")
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
@@ -35,6 +37,8 @@ def share_of_tensor(config: ModelConfig) -> Held:
             if (number := EXPERT.search(f"{matrix}.")) is not None:
                 return shape if int(number[1]) in own else (0, *shape[1:])
             return (shape[0] * len(own) // experts.count, *shape[1:])
+        if name.endswith(".dt_bias"):  # of recurrent layers
+            return (shape[0] // ranks,)
         matrix = matrix.removesuffix("_bias")
         if name.endswith("_bias"):  # gpt-oss's of all experts, [experts, rows]
             return (shape[0], -(-shape[1] // ranks)) if BY_ROWS.search(matrix) else shape

@@ -233,7 +233,7 @@ class ModelConfig:
 
     def row_lengths(self, ranks: int) -> tuple[int, ...]:
         """The lengths of the rows of its matrices, of which so many ranks hold a share each."""
-        shared = [self.intermediate_size, self.attention_width]
+        shared = [self.intermediate_size, self.attention_width, self.recurrent.kinds[2] if self.recurrent else 0]
         shared += [] if self.experts is None else [self.experts.shared_size]
         return (self.hidden_size, *(size // ranks for size in shared if size))
 

@@ -113,11 +113,11 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, device: torch.device) -
     The kind "llama3" is Meta's piecewise scaling by wavelength, computed as in transformers: angles with short wavelengths
     stay, angles with long wavelengths are divided by the factor, and the angles between are blended.
     """
-    if isinstance(rope, YarnRope):
-        return yarn_frequencies(rope, head_dim, device)
     if rope.rotated:
         turned = inverse_frequencies(replace(rope, rotated=0), rope.rotated, device)
         return torch.cat((turned, turned.new_zeros(head_dim // 2 - len(turned))))  # in the order of `by_halves`
+    if isinstance(rope, YarnRope):
+        return yarn_frequencies(rope, head_dim, device)
     inv_freq = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).float() / head_dim)
     if rope.kind == "linear":
         return inv_freq / rope.factor
@@ -146,7 +146,7 @@ class Rotary(nn.Module):
         else:
             table = rotary_table(inverse_frequencies(rope, head_dim, device), max_positions)
             if isinstance(rope, YarnRope):
-                table *= rope.amplitude
+                table.unflatten(-1, (2, -1))[..., : (rope.rotated or head_dim) // 2] *= rope.amplitude
         self.register_buffer("table", table, persistent=False)
         self.table: Tensor
 

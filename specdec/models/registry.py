@@ -228,6 +228,9 @@ def load_chosen(
     """
     checkpoint = checked or check_chosen(choice, folder)
     if choice.native is not None:
+        if checkpoint.passed_over and group.rank == 0:
+            what = f"{len(checkpoint.passed_over)} tensors of {checkpoint.passed_over_bytes:,} bytes"
+            warnings.warn(f"{folder}: texts alone are read: {what} are passed over, which images need", stacklevel=2)
         shard = Shard(group.rank, group.size)
         model = load_family(choice.native, checkpoint, choice.config, max_positions, device, dtype, shard)
         join(model, group)

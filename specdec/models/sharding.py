@@ -34,7 +34,8 @@ def share_of(config: ModelConfig, shard: Shard, whose: str = "target") -> ModelC
     """The config of one rank's share: its heads, and its part of every MLP.  config: the whole model's.
 
     whose: which model it is, in an error's words.
-    Ranks share the heads evenly.  Where there are fewer key/value heads than ranks, neighbours hold the same one.
+    Ranks share the heads evenly, those of recurrent layers with the value heads that a key head serves.
+    Where there are fewer key/value heads than ranks, neighbours hold the same one.
     Experts are cut, or divided as wholes (`ExpertsConfig.divided`).
     ValueError says which sizes do not fit, and the nearest number of ranks that does.
     """
@@ -52,7 +53,8 @@ def share_of(config: ModelConfig, shard: Shard, whose: str = "target") -> ModelC
         own["intermediate_size"] = shard.share(config.intermediate_size)
     own |= {"num_kv_heads": shard.share(config.num_kv_heads), "kv_copies": shard.copies(config.num_kv_heads)}
     experts = config.experts and _share_of_experts(config.experts, shard)
-    return replace(config, shard=shard, experts=experts, **own)  # type: ignore[arg-type]
+    recurrent = config.recurrent and config.recurrent.share(shard)
+    return replace(config, shard=shard, experts=experts, recurrent=recurrent, **own)  # type: ignore[arg-type]
 
 
 def _share_of_experts(experts: ExpertsConfig, shard: Shard) -> ExpertsConfig:
@@ -116,6 +118,8 @@ def misfit(config: ModelConfig, size: int) -> str:
         return f"{kv_heads} key/value heads"
     if config.differential and kv_heads % (2 * size):
         return f"{kv_heads} key/value heads, of which each rank needs whole pairs"
+    if config.recurrent is not None and config.recurrent.key_heads % size:
+        return f"{config.recurrent.key_heads} key heads of recurrent layers (linear_num_key_heads)"
     if why := _broken_groups(config, size):
         return why
     return next((f"{name} {width}" for name, (width, _) in _widths(config).items() if width % size), "")
@@ -145,6 +149,8 @@ def _broken_groups(config: ModelConfig, size: int) -> str:
     if config.quantization is None or size == 1:
         return ""
     shared = {**_widths(config), "attention outputs": (config.attention_width, ("self_attn.o_proj",))}
+    if config.recurrent is not None:
+        shared["outputs of recurrent layers"] = config.recurrent.kinds[2], ("linear_attn.out_proj",)
     for name, (width, matrices) in shared.items():
         names = [f"model.layers.{layer}.{matrix}" for layer in range(config.num_layers) for matrix in matrices]
         if config.quantization.in_act_order(names):

@@ -18,7 +18,7 @@ from specdec.loading.build import unnamed_turn
 from specdec.models.checkpoints.checkpoint import Checkpoint, resolve_target
 from specdec.models.checkpoints.loader import DTYPES
 from specdec.models.checkpoints.mistaken import head_mark, tensor_mark
-from specdec.models.checkpoints.mtp_names import mtp_prefixes
+from specdec.models.checkpoints.mtp_names import count_key, mtp_prefixes
 from specdec.models.config import ModelConfig, RopeConfig, read_json
 from specdec.models.gguf.file import is_gguf, open_gguf
 from specdec.models.kv import cache_layout
@@ -90,6 +90,7 @@ def _sizes(config: ModelConfig, raw: dict[str, Any]) -> dict[str, Any]:
         "rope": _alibi(config) if all(kind.alibi for kind in config.key_kinds) else _rope(config.rope),
         "context": f"{config.max_position} ({config.max_position_why})",
         "bytes of a token's keys and values": _token_bytes(config),
+        **_states(config),
     }
 
 
@@ -126,6 +127,20 @@ def _token_bytes(config: ModelConfig) -> int:
     return sum(layout.layer_bytes(layer) for layer in set(config.key_sources))
 
 
+def _states(config: ModelConfig) -> dict[str, Any]:
+    """What recurrent layers keep of a text, over all of them; nothing if there are none."""
+    recurrent = config.recurrent
+    if recurrent is None:
+        return {}
+    layers, dtype = len(config.recurrent_layers), DTYPES.get(config.dtype or "", torch.bfloat16)
+    heads = f"{recurrent.key_heads} of {recurrent.key_width}, {recurrent.value_heads} of {recurrent.value_width}"
+    return {
+        "key heads, value heads of recurrent layers": heads,
+        "bytes of a text's state": layers * recurrent.state_bytes(dtype),
+        "bytes of a draft token in them": layers * recurrent.node_bytes(dtype),
+    }
+
+
 def _weights(checkpoint: Checkpoint, config: ModelConfig, place: Path) -> dict[str, Any]:
     """How they are stored, and how many there are, MTP layers apart."""
     mtp = mtp_prefixes(config)
@@ -144,6 +159,8 @@ def _weights(checkpoint: Checkpoint, config: ModelConfig, place: Path) -> dict[s
         "bytes of the files": _file_bytes(checkpoint, place),
         "tensors": len(checkpoint.names()),
     }
+    if over := len(checkpoint.passed_over):
+        facts["passed over, of images"] = f"{over} tensors, {checkpoint.passed_over_bytes:,} bytes"
     return facts | ({"parameters of MTP layers": count_parameters(checkpoint, layers)} if layers else {})
 
 
@@ -199,5 +216,5 @@ def _meanings(chosen: TargetChoice, raw: dict[str, Any], mtp: str) -> dict[str, 
         found["dtype"] = "absent: bfloat16 on a GPU, float32 on a CPU"
     if config.mtp_layers:
         runs = ", which draft='mtp' runs" if mtp.startswith("yes") else ""
-        found["num_nextn_predict_layers"] = f"{config.mtp_layers}: not part of the target{runs}"
+        found[count_key(config.family)] = f"{config.mtp_layers}: not part of the target{runs}"
     return found

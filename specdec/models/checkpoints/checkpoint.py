@@ -6,8 +6,8 @@ Knows files and names, not architectures; see `loader.py` for what a target take
 from __future__ import annotations
 
 import copy
+import math
 import os
-import re
 from pathlib import Path
 
 import torch
@@ -146,8 +146,12 @@ class Checkpoint:
 
     def itemsize(self, name: str) -> int:
         """Bytes of one of the tensor's numbers, by the header."""
-        bits = re.search(r"\d+", self._find(name).dtype())  # F32, F8_E4M3, bfloat16
-        return int(bits[0]) // 8 if bits else 1
+        return self._find(name).itemsize
+
+    @property
+    def passed_over_bytes(self) -> int:
+        """Of all `passed_over` tensors, by their headers."""
+        return sum(math.prod(each.shape()) * each.itemsize for each in self.passed_over.values())
 
     def expect(self, name: str, shape: tuple[int, ...], keys: str = "") -> None:
         """ValueError if there is no such tensor, or one of another shape.  Reads headers only: ask before memory is taken.

@@ -6,16 +6,27 @@ Targets leave these tensors where they are; a drafter may load them.  This modul
 from __future__ import annotations
 
 from specdec.models.config import ModelConfig
+from specdec.models.keys.shared import MTP_COUNT
 
 _ERNIE = tuple(f"model.mtp_{part}." for part in ("emb_norm", "hidden_norm", "linear_proj", "block"))
 _OWN_PREFIXES = {  # up to the layer's number; elsewhere layers are numbered on from the target's last one
     "mimo": ("model.mtp_layers.",),
     "ernie4_5_moe": _ERNIE,
 }
+_HYBRIDS = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
+_OF_ALL_LAYERS = dict.fromkeys(_HYBRIDS, "mtp.")  # what the names of all layers' tensors begin with, shared ones included
+_COUNTS = dict.fromkeys(_HYBRIDS[1:], "mtp_num_hidden_layers")
+
+
+def count_key(family: str) -> str:
+    """The key of a config.json that says how many MTP layers there are."""
+    return _COUNTS.get(family, MTP_COUNT)
 
 
 def mtp_prefixes(config: ModelConfig) -> tuple[str, ...]:
     """How the names of all tensors of its MTP layers begin, layer after layer; none if it has no such layers."""
+    if (prefix := _OF_ALL_LAYERS.get(config.family)) is not None:
+        return (prefix,) if config.mtp_layers else ()
     own = _OWN_PREFIXES.get(config.family)
     numbers = range(config.mtp_layers)
     if own is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -30,6 +31,12 @@ class StoredTensor(NamedTuple):
         if name.startswith(("f", "bf")):  # F32, BF16, F8_E4M3, float32, bfloat16
             return "floating-point numbers"
         return "complex numbers" if name.startswith("c") else "integers"  # I64, U8, BOOL, int64, uint8, bool
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one of its numbers."""
+        bits = re.search(r"\d+", self.dtype())  # F32, F8_E4M3, bfloat16
+        return int(bits[0]) // 8 if bits else 1
 
     def on_meta(self) -> Tensor:
         """What `read` returns, but on torch's meta device, by the header alone; of dtypes that are rare it is read."""

@@ -16,7 +16,7 @@ from specdec.models.keys.rope import rope_keys
 from specdec.models.keys.shared import NATIVE_KEYS, check_heads, refuse_unknown, require, shared_values
 from specdec.models.mixtures.rules import ExpertsConfig
 from specdec.models.schemes.config import quantization_of
-from specdec.models.yarn import YarnRope, parse_rope_with_yarn
+from specdec.models.yarn import parse_rope_with_yarn
 
 TOP_K = "num_experts_per_tok"
 _BY_FAMILY = "attention_bias layer_types max_window_layers mlp_bias sliding_window use_sliding_window".split()
@@ -77,11 +77,7 @@ def read_rope(raw: dict[str, Any], where: str, head_dim: int, theta: float, shar
     if inside.get("rope_theta") is None and "rope_theta" not in inside and raw.get("rope_theta") is None:
         plain["rope_theta"] = theta
     rope = parse_rope_with_yarn(plain, where)
-    if rotated == head_dim:
-        return rope
-    if isinstance(rope, YarnRope):
-        raise NotComputedHere(f"{where}: rope_type must not be 'yarn' where a part of each head is turned alone, got {share:g}")
-    return replace(rope, rotated=rotated)
+    return rope if rotated == head_dim else replace(rope, rotated=rotated)
 
 
 def with_experts(

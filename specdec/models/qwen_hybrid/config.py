@@ -11,6 +11,7 @@ from typing import Any
 
 from specdec.attention.kinds import FULL, RECURRENT, LayerKind
 from specdec.models.checkpoints.config_values import MAX_LAYERS, NotComputedHere, flag, mapping, text, whole
+from specdec.models.checkpoints.mtp_names import count_key
 from specdec.models.config import ModelConfig
 from specdec.models.keys.shared import require
 from specdec.models.keys.wrappers import WRAPPERS
@@ -23,11 +24,10 @@ NEXT = "qwen3_next"
 DENSE, MIXTURE = ("qwen3_5", "qwen3_5_text"), ("qwen3_5_moe", "qwen3_5_moe_text")
 FAMILIES = (NEXT, *DENSE, *MIXTURE)
 LINEAR = "linear_attention"  # in a config's layer_types
-MTP_KEY = "mtp_num_hidden_layers"
 _COMMON = (
     "attention_bias attn_output_gate full_attention_interval layer_types linear_conv_kernel_dim linear_key_head_dim "
     "linear_num_key_heads linear_num_value_heads linear_value_head_dim mamba_ssm_dtype mlp_only_layers "
-    f"mtp_use_dedicated_embeddings output_gate_type {MTP_KEY}"
+    f"mtp_use_dedicated_embeddings output_gate_type {count_key(DENSE[0])}"
 )
 _MIXTURES = "moe_intermediate_size num_experts shared_expert_intermediate_size"
 _MROPE = ("mrope_section", "mrope_interleaved")  # which of three positions turns which pairs: in a text all three are one
@@ -101,7 +101,7 @@ def _recurrent(raw: dict[str, Any], where: str) -> RecurrentConfig:
 
 def _mtp_layers(raw: dict[str, Any], where: str) -> int:
     """Qwen3-Next's files don't say that they have one layer; there a checkpoint without any shows it (mtp_names.py)."""
-    return whole(raw, MTP_KEY, where, int(raw["model_type"] == NEXT), least=0, most=MAX_LAYERS)
+    return whole(raw, count_key(DENSE[0]), where, int(raw["model_type"] == NEXT), least=0, most=MAX_LAYERS)
 
 
 def _with_experts(config: ModelConfig, raw: dict[str, Any], where: str) -> ModelConfig:

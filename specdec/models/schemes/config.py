@@ -29,8 +29,11 @@ AT_LOAD = "rounded to nearest at load"
 
 
 def round_to_nearest(to: str) -> Quantization:
-    """What `quantize="fp8"` or "int4" makes of ordinary weights: all but the output layer, which decides between tokens."""
-    return Quantization(AT_LOAD, ((Rule("class", "Linear"), ROUNDED[to]),), (Rule("exact", HEAD),), setting="quantize")
+    """What `quantize="fp8"` or "int4" makes of ordinary weights: all but the output layer, which decides between tokens, and
+    the few rows of recurrent layers that decide how long these remember.
+    """
+    kept = Rule("exact", HEAD), Rule("regex", r".+\.in_proj_(ba|b|a)$")
+    return Quantization(AT_LOAD, ((Rule("class", "Linear"), ROUNDED[to]),), kept, setting="quantize")
 
 
 def head_to_nearest(to: str) -> Quantization:

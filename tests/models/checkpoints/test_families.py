@@ -25,7 +25,7 @@ OTHERS = sorted(FOLDERS.keys() - {"llama"})
 TABLES = ("specdec/models/registry.py", "specdec/models/mixtures/loader.py", "draft/mtp/layouts.py")
 ABOUT_KEYS = ("specdec/models/gguf/", "specdec/models/transformers_backend/", "specdec/models/checkpoints/mtp_names.py")
 TYPES = [*(name for folder in OTHERS for name in FOLDERS[folder]), *MIXTURES]
-NAMES = re.compile(r"deepseek|diff_?llama|gpt_?oss", re.IGNORECASE)
+NAMES = re.compile(r"deepseek|diff_?llama|gpt_?oss|qwen_?hybrid", re.IGNORECASE)
 
 
 def generic_files() -> list[Path]:

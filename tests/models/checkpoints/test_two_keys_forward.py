@@ -14,6 +14,7 @@ from toolkit.checkpoints.native import ABSENT, NativeZoo, our_logits, their_logi
 from toolkit.paths import ROOT
 from transformers import CONFIG_MAPPING
 
+from specdec.models.keys.wrappers import WRAPPERS
 from specdec.models.registry import NATIVE, family_of
 
 SAME = ""
@@ -26,7 +27,9 @@ GLM4, QWEN_MOES = ("glm4_moe",), ("qwen2_moe", "qwen3_moe")
 HY3, ERNIE, DOTS, MINIMAX = ("hy_v3",), ("ernie4_5_moe",), ("dots1",), ("minimax_m2",)
 OLMOE = ("olmoe",)
 MIXTURES = (*OLMOE, *QWEN_MOES, "mixtral", *HY3, *ERNIE, *DOTS, *MINIMAX, *GLM4)  # under ordinary heads
-ALL = (*LLAMAS, *DEEPSEEKS, *GPT, *MIXTURES)
+HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # in wrappers they are read as outside
+ORDINARY = (*LLAMAS, *GPT, *MIXTURES, *HYBRIDS)  # heads
+ALL = (*LLAMAS, *DEEPSEEKS, *GPT, *MIXTURES, *HYBRIDS)
 TIED = ("qwen2", "mimo")  # the zoo's models whose output layer is the embeddings
 UNTIED = tuple(family for family in ALL if family not in TIED)
 DEFAULT, LINEAR = {"rope_type": "default", "rope_theta": 5000.0}, {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0}
@@ -67,11 +70,11 @@ GROUPS = {
             (ALL, {"rope_parameters": DEFAULT, "rope_scaling": LINEAR}, "rope_parameters and rope_scaling must say the same"),
             (ALL, {"rope_parameters": LINEAR | {"rope_theta": None}, "rope_theta": 900.0}, "rope_theta"),
             ((*DEEPSEEKS, *GPT, *MIXTURES[:7]), {"rope_parameters": YARN | {"rope_theta": None}}, "rope_theta"),
-            ((*LLAMAS, *GPT, *LITE, *MIXTURES), {"rope_parameters": WHOLE, "partial_rotary_factor": 0.5}, SAME),
+            ((*LLAMAS, *GPT, *LITE, *MIXTURES, *HYBRIDS), {"rope_parameters": WHOLE, "partial_rotary_factor": 0.5}, SAME),
             (GLM4, {"rope_parameters": DEFAULT, "partial_rotary_factor": 0.25}, SAME),
             (MINIMAX, {"rope_parameters": DEFAULT, "rotary_dim": 4}, SAME),
             (MINIMAX, {"rope_parameters": DEFAULT, "rotary_dim": 4, "partial_rotary_factor": 0.5}, SAME),
-            ((*GLM4, *MINIMAX), {"rope_parameters": YARN}, "rope_type must not be 'yarn' where a part of each head is turned"),
+            ((*GLM4, *MINIMAX), {"rope_parameters": YARN}, SAME),
             ((*LLAMAS, *GPT, *LITE), {"rope_parameters": LINEAR, "partial_rotary_factor": 0.5}, "partial_rotary_factor must"),
             (GPT, {"rope_parameters": YARN, "partial_rotary_factor": 0.5}, "partial_rotary_factor must be"),
             (DEEPSEEKS, {"rope_parameters": YARN | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor must be"),
@@ -82,8 +85,8 @@ GROUPS = {
     "rope's factors": KeyGroup(
         "rope_parameters max_position_embeddings",
         [
-            ((*LLAMAS, *GLM4, *MINIMAX), {"rope_parameters": LLAMA3, "max_position_embeddings": 512}, SAME),  # factor 2
-            ((*DEEPSEEKS, *GPT, *MIXTURES[:7]), {"rope_parameters": YARN, "max_position_embeddings": 512}, SAME),
+            ((*LLAMAS, *GLM4, *MINIMAX, *HYBRIDS), {"rope_parameters": LLAMA3, "max_position_embeddings": 512}, SAME),
+            ((*DEEPSEEKS, *GPT, *MIXTURES[:7], *HYBRIDS), {"rope_parameters": YARN, "max_position_embeddings": 512}, SAME),
             (
                 (*DEEPSEEKS, *GPT),
                 {"rope_parameters": YARN | {"attention_factor": 1.7, "mscale": 0.7, "mscale_all_dim": 1.2}},
@@ -95,7 +98,7 @@ GROUPS = {
         "max_position_embeddings max_sequence_length model_max_length",
         [
             (
-                (*LLAMAS, *GPT, *MIXTURES),
+                ORDINARY,
                 {"max_position_embeddings": 128, "max_sequence_length": 9, "model_max_length": 9},
                 SAME,
             )
@@ -144,10 +147,10 @@ GROUPS = {
     "width of a head": KeyGroup(
         "head_dim qk_head_dim qk_rope_head_dim",
         [
-            ((*LLAMAS, *GPT, *MIXTURES), {"head_dim": 20}, "q_proj.weight' must have shape .* num_attention_heads, head_dim"),
+            (ORDINARY, {"head_dim": 20}, "q_proj.weight' must have shape .* num_attention_heads, head_dim"),
             (("llama", "diffllama"), {"head_dim": None}, SAME),  # hidden_size / num_attention_heads
             (OLMOE, {"head_dim": ABSENT}, SAME),
-            (MIXTURES[1:], {"head_dim": ABSENT}, "q_proj.weight' must have shape"),
+            ((*MIXTURES[1:], *HYBRIDS), {"head_dim": ABSENT}, "q_proj.weight' must have shape"),
             (("qwen2", "mimo"), {"head_dim": ABSENT}, SAME),
             (("deepseek_v3", *LITE), {"head_dim": 16}, "head_dim must be qk_rope_head_dim, 8, or absent, got 16.* no head_dim"),
             (("deepseek_v2", *SPARSE), {"head_dim": 16}, SAME),  # GLM-5.2 says 192, and rotates 64
@@ -158,7 +161,7 @@ GROUPS = {
     "heads of keys": KeyGroup(
         "num_key_value_heads",
         [
-            ((*LLAMAS, *GPT, *MIXTURES), {"num_key_value_heads": 4}, "k_proj.weight' must have shape .* num_key_value_heads"),
+            (ORDINARY, {"num_key_value_heads": 4}, "k_proj.weight' must have shape .* num_key_value_heads"),
             (("mistral",), {"num_key_value_heads": 1}, SAME),
             (("llama", "qwen2", "qwen3", "mimo", "diffllama"), {"num_key_value_heads": None}, "k_proj.weight' must have shape"),
             (DEEPSEEKS, {"num_key_value_heads": 2}, "num_key_value_heads must be num_attention_heads, 4, or absent, got 2"),
@@ -184,7 +187,7 @@ GROUPS = {
             (("qwen2", "mimo"), {"attention_bias": False}, SAME),
             (("qwen2", "mimo"), {"attention_bias": True}, SAME),
             (("glm_moe_dsa", *GPT, *OLMOE), {"attention_bias": False}, "not part of this architecture: .*bias"),
-            (("qwen3_moe", *GLM4, *HY3, *DOTS), {"attention_bias": True}, ".bias' is missing"),
+            (("qwen3_moe", *GLM4, *HY3, *DOTS, *HYBRIDS), {"attention_bias": True}, ".bias' is missing"),
             (HY3, {"mlp_bias": True}, ".bias' is missing"),
             (ERNIE, {"use_bias": True}, "use_bias must be false"),
             (ERNIE, {"attention_bias": True}, "unknown config keys attention_bias"),
@@ -228,7 +231,7 @@ GROUPS = {
             (("qwen2_moe",), {"mlp_only_layers": [], "decoder_sparse_step": 2}, SAME),  # both say that the first layer is dense
             (ERNIE, {"moe_layer_start_index": 0, "moe_layer_interval": 2, "moe_layer_end_index": 7}, SAME),
             (ERNIE, {"moe_layer_start_index": 1, "moe_layer_interval": 1, "moe_layer_end_index": 0}, "layer 1 is dense by moe"),
-            (("qwen3_moe",), {"mlp_only_layers": [1], "decoder_sparse_step": 2}, "layer 0 is dense by mlp_only_layers and"),
+            (("qwen3_moe", "qwen3_next"), {"mlp_only_layers": [1], "decoder_sparse_step": 2}, "layer 0 is dense by mlp_only"),
             (DEEPSEEKS, {"moe_layer_freq": 2}, "moe_layer_freq must be 1, got 2"),
             (HY3, {"first_k_dense_replace": 2}, "first_k_dense_replace must say what mlp_layer_types says"),
             (BY_TYPES, {"first_k_dense_replace": 2, "mlp_layer_types": ["dense", "sparse"]}, "first_k_dense_replace is 2, but"),
@@ -244,6 +247,14 @@ GROUPS = {
             (GLM4, {"num_nextn_predict_layers": 1, "num_mtp_layers": 2}, "another name of .* got 2 and 1"),
         ],
     ),
+    "recurrent layers": KeyGroup(
+        "layer_types full_attention_interval",
+        [
+            (HYBRIDS, {"full_attention_interval": 1}, SAME),
+            (HYBRIDS, {"layer_types": ABSENT, "full_attention_interval": 2}, SAME),
+            (HYBRIDS, {"layer_types": ABSENT, "full_attention_interval": 3}, "layers must be of both kinds"),
+        ],
+    ),
     "shared indexers": KeyGroup(
         "indexer_types index_topk_pattern index_topk_freq index_skip_topk_offset",
         [
@@ -253,7 +264,7 @@ GROUPS = {
     ),
     "weights in few bits": KeyGroup(
         "quantization_config compression_config",
-        [((*LLAMAS, *GPT, *MIXTURES), {"quantization_config": FP8, "compression_config": {**FP8, "x": 1}}, "must be equal")],
+        [(ORDINARY, {"quantization_config": FP8, "compression_config": {**FP8, "x": 1}}, "must be equal")],
     ),
 }  # fmt: skip
 ROWS = [
@@ -287,8 +298,8 @@ def test_two_keys_mean_what_transformers_computes(
 
 def test_every_native_family_has_rows_for_all_keys_that_it_knows(zoo: NativeZoo) -> None:
     """Keeps out: a family that is added, or a key that is let in beside another, whose two values nobody has compared."""
-    assert {*NATIVE} == {name for name in (*CONFIG_MAPPING, *NATIVE) if family_of(name)} == {*ALL}
-    for family in NATIVE:
+    assert {*NATIVE} == {name for name in (*CONFIG_MAPPING, *NATIVE) if family_of(name)} == {*ALL, *WRAPPERS}
+    for family in ALL:
         raw, grouped = zoo.config(family), set[str]()
         for name, group in GROUPS.items():
             keys = group.keys.split()

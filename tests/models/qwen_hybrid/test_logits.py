@@ -17,6 +17,8 @@ from specdec.models.causal_lm import CausalLM
 from specdec.models.registry import choose_target
 
 IDS = torch.randint(40, (2, 21), generator=torch.Generator().manual_seed(5))
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "factor": 4.0}
+YARN |= {"original_max_position_embeddings": 8}
 # name: (family, what differs from the toolkit's tiny targets)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, {}) for family in FAMILIES},
@@ -26,6 +28,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "tied-biased": ("qwen3_5_text", dict(tie_word_embeddings=True, attention_bias=True, num_key_value_heads=1)),
     "interval": ("qwen3_5_text", dict(layer_types=None, full_attention_interval=2, linear_conv_kernel_dim=2)),
     "one-key-head": ("qwen3_5_text", dict(linear_num_key_heads=1, linear_value_head_dim=4, rope_parameters=None)),
+    "yarn": ("qwen3_5", dict(rope_parameters={**YARN, "mrope_section": [1, 1, 2], "mrope_interleaved": True})),
     "moe-tied": ("qwen3_5_moe", dict(tie_word_embeddings=True, num_experts_per_tok=3)),
 }
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from specdec.ops.recurrent.conv import chunk_convolution, tree_convolution
 from specdec.ops.recurrent.gated_delta import Gates, tree_outputs
+from specdec.ops.recurrent.output_gate import gated_output
 from specdec.ops.recurrent.states import ChunkSteps, LayerStates, TreeSteps
 from toolkit.ahead.made import counts, floats, halves, ids
 
@@ -29,3 +30,6 @@ def recurrent_layers() -> None:
             tree_outputs(halves(B * N, CHANNELS), gates, layer, steps)
     chunk = ChunkSteps(ids(4), ids(4), counts(5), ids(4), counts(4), 8192)
     chunk_convolution(halves(8192, CHANNELS), weight, layer, chunk)
+    for T, R in ((1, None), (2048, None), (8192, ids(4))):  # of the attention beside these layers: 24 heads of 256
+        gate = halves(T, 2 * 24 + 8, 256)[:, :24]
+        gated_output(halves(T if R is None else 4, 24, 256), gate, R)

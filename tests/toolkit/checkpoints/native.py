@@ -15,6 +15,8 @@ from toolkit.checkpoints.mixtures import MIXTURES, save_mixture
 from toolkit.deepseek import DEEPSEEKS, SPARSES, save_deepseek, save_sparse
 from toolkit.families import eager
 from toolkit.models import save_target
+from toolkit.recurrent.targets import FAMILIES as HYBRIDS
+from toolkit.recurrent.targets import tiny_hybrid
 
 NAMES = {
     "deepseek_v2": "v2",
@@ -52,6 +54,10 @@ class NativeZoo:
         if family == "gpt_oss":
             folders = ours / "mxfp4", ours / "plain"
             return folders if ours.is_dir() else save_gpt_oss(ours, num_hidden_layers=LAYERS)
+        if family in HYBRIDS and not ours.is_dir():
+            kinds = ["linear_attention", "full_attention"]
+            own = {"mlp_only_layers": []} if family == "qwen3_next" else {}
+            tiny_hybrid(ours, family, num_hidden_layers=LAYERS, layer_types=kinds, **own)
         if not ours.is_dir():
             zoos = ((SPARSES, save_sparse), (DEEPSEEKS, save_deepseek), (MIXTURES, save_mixture))
             save = next((save for names, save in zoos if name in names), save_target)

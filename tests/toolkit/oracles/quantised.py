@@ -222,12 +222,16 @@ def save_quantised(folder: Path, scheme: Scheme, **changes: Any) -> tuple[Path, 
     return as_quantised(plain, folder / "quantised", scheme), plain
 
 
-def as_quantised(plain: Path, quantised: Path, scheme: Scheme) -> Path:
-    """Draws quantised values for all projections of a target, and changes its dense weights to what they stand for."""
+def as_quantised(plain: Path, quantised: Path, scheme: Scheme, left: str = "^$") -> Path:
+    """Draws quantised values for all projections of a target, and changes its dense weights to what they stand for.
+
+    left: an expression for the names of those that stay as they are.
+    """
     tensors, generator = load_file(plain / "model.safetensors"), torch.Generator().manual_seed(0)
     stored: dict[str, Tensor] = {}
     for key in sorted(tensors):
-        if re.search(r"(_proj(_with_mqa)?|\.w[123]|indexer\.w(q_b|k))\.weight$", key) is None:
+        is_matrix = re.search(r"(_proj(_with_mqa)?|in_proj_\w+|\.w[123]|indexer\.w(q_b|k))\.weight$", key)
+        if is_matrix is None or re.search(left, key):
             stored[key] = tensors[key]
             continue
         own, dense = scheme.write(*tensors[key].shape, generator)

@@ -6,11 +6,14 @@ matter: zero-centred norms lie off 0, gates off one half.
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
     PreTrainedModel,
@@ -42,6 +45,7 @@ DENSE: dict[str, Any] = dict(intermediate_size=48)
 VISION: dict[str, Any] = dict(
     depth=1, hidden_size=8, intermediate_size=8, num_heads=2, patch_size=2, out_hidden_size=32, num_position_embeddings=4,
 )  # fmt: skip
+MTP_NORMS = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
 # Names of families, not of model types: (config class, class of the model, what differs from COMMON, the wrapper's config)
 FAMILIES: dict[str, tuple[Any, Any, dict[str, Any], Any]] = {
     "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM, DENSE | EXPERTS | dict(mlp_only_layers=[1]), None),
@@ -89,3 +93,22 @@ def weight_of(name: str, noise: Tensor) -> Tensor:
     if "norm" in name and not name.endswith("linear_attn.norm.weight"):  # zero-centred, but for the gated one
         return 0.2 * noise
     return scaled(name, noise)
+
+
+def with_mtp(folder: Path, family: str, seed: int = 11, **changes: Any) -> Path:
+    """Adds an MTP layer to a target that `tiny_hybrid` saved: a decoder layer of the family, a join, three norms."""
+    text = family if family in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text") else f"{family}_text"
+    one = {**changes, "num_hidden_layers": 1, "layer_types": ["full_attention"]}
+    with TemporaryDirectory() as place:
+        hybrid_model(text, seed, **one, **({"mlp_only_layers": []} if family == "qwen3_next" else {})).save_pretrained(place)
+        layer = load_file(Path(place) / "model.safetensors")
+    own = {name.replace("model.", "mtp.", 1): x for name, x in layer.items() if name.startswith("model.layers.")}
+    H, generator = layer["model.norm.weight"].numel(), torch.Generator().manual_seed(seed)
+    shapes = {"mtp.fc.weight": (H, 2 * H), **{f"mtp.{name}.weight": (H,) for name in MTP_NORMS}}
+    own |= {name: weight_of(name, torch.randn(shape, generator=generator)) for name, shape in shapes.items()}
+    save_file(load_file(folder / "model.safetensors") | own, folder / "model.safetensors", metadata={"format": "pt"})
+    raw = json.loads((folder / "config.json").read_text())
+    if family != "qwen3_next":  # whose files don't say it
+        raw.get("text_config", raw)["mtp_num_hidden_layers"] = 1
+    (folder / "config.json").write_text(json.dumps(raw))
+    return folder
