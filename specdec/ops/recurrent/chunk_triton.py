@@ -11,14 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec.limits import TRASH
 from specdec.ops.launch import chained
 from specdec.ops.recurrent.gated_delta import Gates
 from specdec.ops.recurrent.shared_triton import PRECISION, log_decays, multiplied, products, rule, strengths
 from specdec.ops.recurrent.states import ChunkSteps, LayerStates, lie_whole
 from specdec.ops.recurrent.tree_triton import RuleTiles, check_rule
 
-NOWHERE = tl.constexpr(TRASH)
 TOKENS, TILES = 32, RuleTiles(64, 32, 8)  # of a block; of a program: almost no register is spilled
 
 
@@ -45,8 +43,6 @@ def chunk_rule_kernel(
     tiles = ()
     for step in tl.static_range(K // BLOCK_K):
         tiles = tiles + (tl.load(to_state_KV + tl.load(read + part) * stride_state + step * BLOCK_K * V),)
-    if (kept_at == 0) & (kept != NOWHERE):
-        _store(to_state_KV + kept * stride_state, tiles, K, V, BLOCK_K)
     first = kept_at * 0
     while first < tokens:
         end = tl.minimum(first + BLOCK_N, tl.where(first < kept_at, kept_at, tokens))
@@ -67,7 +63,7 @@ def chunk_rule_kernel(
         last = tl.sum(decay_N, 0)
         u_NV *= (k_length * tl.exp(tl.minimum(last - summed_N, 0.0)))[:, None]
         tiles = _with_tokens(tiles, from_k_NK, ok_N, u_NV, tl.exp(last), K, PRECISION, BLOCK_K)
-        if (end == kept_at) & (kept != NOWHERE):
+        if end == kept_at:
             _store(to_state_KV + kept * stride_state, tiles, K, V, BLOCK_K)
         first = end
     _store(to_state_KV + tl.load(write + part) * stride_state, tiles, K, V, BLOCK_K)
