@@ -37,7 +37,7 @@ def chunk_rule_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    begin, kept_at = tl.load(cu + part).to(tl.int64), tl.load(after + part)
+    begin, kept_at, kept = tl.load(cu + part).to(tl.int64), tl.load(after + part), tl.load(keep + part)
     tokens = tl.load(cu + part + 1) - begin.to(tl.int32)
     to_state_KV = state + h * K * V + tl.arange(0, BLOCK_K)[:, None] * V + v[None, :]
     tiles = ()
@@ -64,7 +64,7 @@ def chunk_rule_kernel(
         u_NV *= (k_length * tl.exp(tl.minimum(last - summed_N, 0.0)))[:, None]
         tiles = _with_tokens(tiles, from_k_NK, ok_N, u_NV, tl.exp(last), K, PRECISION, BLOCK_K)
         if end == kept_at:
-            _store(to_state_KV + tl.load(keep + part) * stride_state, tiles, K, V, BLOCK_K)
+            _store(to_state_KV + kept * stride_state, tiles, K, V, BLOCK_K)
         first = end
     _store(to_state_KV + tl.load(write + part) * stride_state, tiles, K, V, BLOCK_K)
 

@@ -51,7 +51,7 @@ def test_trees_equal_the_definition(sizes: Sizes, nodes: int, kind: str, before:
     [
         (ALIKE, [1, 37, 70], 2, 32, torch.float16),
         (SHARED, [33, 3, 2], 0, 9, torch.float32),
-        (SHARED, [2], 0, 0, torch.float32),
+        (SHARED, [2], 0, 1, torch.float32),
     ],
 )
 def test_parts_equal_the_definition(sizes: Sizes, lengths: list[int], kept: int, after: int, dtype: torch.dtype) -> None:
