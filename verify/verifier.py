@@ -217,6 +217,10 @@ class TargetVerifier:
         x_BNF = x_TF.view(*tree.tokens_BN.shape, x_TF.shape[1])
         return x_BNF if tree.is_chain else take_rows(x_BNF, path_BE)
 
+    def _logprobs(self, weighed_RW: Tensor, tokens_R: Tensor, needs: Needs) -> Tensor:
+        """Log-probabilities of tokens.  weighed_RW: see Chosen."""
+        return token_logprobs(weighed_RW, tokens_R, needs.logprobs - 1, self.model.vocabulary)
+
     # ---- what states by row add to ----
 
     def over_prompts(self, attention: AttentionFn, prompts: RaggedPrompts) -> AttentionFn:
@@ -239,7 +243,3 @@ class TargetVerifier:
 
     def move_rows(self, sources_R: Tensor, targets_R: Tensor) -> None:
         """Each target row (int64) becomes what its source was."""
-
-    def _logprobs(self, weighed_RW: Tensor, tokens_R: Tensor, needs: Needs) -> Tensor:
-        """Log-probabilities of tokens.  weighed_RW: see Chosen."""
-        return token_logprobs(weighed_RW, tokens_R, needs.logprobs - 1, self.model.vocabulary)

@@ -1,4 +1,4 @@
-"""The norm behind the gated delta rule: x / rms(x) * weight * silu(z), of each head apart, as in Qwen3-Next and Qwen3.5.
+"""The norm after the gated delta rule: x / rms(x) * weight * silu(z), of each head apart, as in Qwen3-Next and Qwen3.5.
 
 Rounded as in transformers: what is normed, in x's dtype, and its product with the weight; then once more, after the gate.  On
 a GPU it is one launch of gated_norm_triton.py.
