@@ -75,9 +75,12 @@ def bytes_of(text: str) -> int | None:
     return int(float(match[1]) * UNITS[match[2].upper()])
 
 
-def require_memory(name: str, value: Any) -> int | float:
-    """A number of bytes as an int, or a share of what is free as a float below 1; texts such as "2GiB" and "0.5" are read."""
-    expected = f"{name} must be a number of bytes, a size such as '2GiB', or a share of the free memory below 1, got {value!r}"
+def require_memory(name: str, value: Any, of: str = "the free memory") -> int | float:
+    """A number of bytes as an int, or a share as a float below 1; texts such as "2GiB" and "0.5" are read.
+
+    of: what it is a share of, for errors.
+    """
+    expected = f"{name} must be a number of bytes, a size such as '2GiB', or a share of {of} below 1, got {value!r}"
     nearest = f"nearest setting that works: {name}="
     if not isinstance(value, str) and not is_number(type(value), Real):
         raise TypeError(f"{expected} of type {type(value).__name__}; {nearest}'auto'")

@@ -14,6 +14,7 @@ import re
 import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
+from functools import partial
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -193,6 +194,15 @@ class EngineOptions:
         "(at most 2**24 tokens), on a CPU 16 times as large (at most 40% of the host's memory, which is taken as it fills).  "
         "Without prefix caching, what runs now never depends on what ran before (in 16 bit, a text computed in other pieces "
         "may differ where two tokens tie).",
+    )
+    state_cache: str | int | float = option(
+        "auto",
+        "memory of a process for states that prefix_caching keeps of a target with recurrent layers: bytes, a size such as "
+        "2GiB, or a share of the KV pool's memory below 1; auto: a tenth of that",
+        details="The KV pool's memory is that of kv_cache_memory.  A later prompt starts only after a kept state; the one that "
+        "was used least recently makes room for the next, and at most 1,024 are kept.  Other targets refuse it.",
+        others=partial(require_memory, of="the KV pool's memory"),
+        metavar="SIZE",
     )
     deterministic: bool = option(
         False,

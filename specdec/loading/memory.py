@@ -175,6 +175,7 @@ def plan_states(target: ModelConfig, settings: EngineSettings, memory: float = 0
     """The states of a target's recurrent layers; None: it has none.
 
     memory: bytes for them and the KV pool together, of which some are for states that are kept.
+    ValueError if state_cache holds no state, or leaves no memory for pages.
     """
     sizes, layers, spec = target.recurrent, len(target.recurrent_layers), settings.spec
     if sizes is None:
@@ -182,8 +183,22 @@ def plan_states(target: ModelConfig, settings: EngineSettings, memory: float = 0
     nodes = max(shape.num_draft_tokens for shape in spec.shapes) if spec else 1
     rows = RESERVED_STATES + 2 * settings.options.max_batch_size
     state, node = layers * sizes.state_bytes(settings.dtype), layers * sizes.node_bytes(settings.dtype)
-    kept = min(MAX_KEPT_STATES, int(memory * STATE_SHARE / state)) if settings.options.prefix_caching else 0
-    return StatePlan(rows, nodes, kept, state, node)
+    plan = StatePlan(rows, nodes, 0, state, node)
+    return plan._replace(kept=_kept_states(plan, settings, memory)) if settings.options.prefix_caching else plan
+
+
+def _kept_states(plan: StatePlan, settings: EngineSettings, memory: float) -> int:
+    """How many states are kept besides those of the plan."""
+    asked = settings.options.state_cache
+    size = asked if isinstance(asked, int) else memory * (STATE_SHARE if isinstance(asked, str) else asked)
+    if asked != "auto" and not plan.state_bytes <= size < memory - plan.bytes:
+        least, most = plan.state_bytes, max(0, int(memory) - plan.bytes)
+        nearest = repr("auto") if size >= least or least >= most else least
+        raise ValueError(
+            f"state_cache must hold a state, {least} bytes here, and leave some of the {most} bytes for pages, got {asked!r}; "
+            f"nearest setting that works: state_cache={nearest}"
+        )
+    return min(MAX_KEPT_STATES, int(size / plan.state_bytes))
 
 
 def pool_bytes(device: torch.device, asked: str | int | float = "auto") -> float:

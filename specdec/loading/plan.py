@@ -113,7 +113,7 @@ def plan_memories(
             f"kv_cache_memory must be 'auto' or bytes where no memory is taken, got {options.kv_cache_memory}; nearest setting "
             f"that works: kv_cache_memory={int(options.kv_cache_memory * memories[0])}"
         )
-    here = replace(options, device="cpu", attention="auto", prefix_caching=False, pack_weights=False)
+    here = replace(options, device="cpu", attention="auto", prefix_caching=False, state_cache="auto", pack_weights=False)
     pair = check_pair(target, draft, spec, here)
     config, settings = pair.chosen.config, pair.settings
     settings = _on_a_gpu(pair) if options.dtype == "auto" else settings

@@ -142,6 +142,7 @@ def resolve_settings(
             f"prefix_caching=True is for decoder-only targets: keys and values of a {target.family} decoder depend on what its "
             "encoder read; nearest setting that works: prefix_caching=False"
         )
+    _check_state_cache(options, target)
     check_context(options, target, target_backend)
     if options.page_size == "sequence" and options.prefix_caching:
         raise ValueError(
@@ -174,6 +175,22 @@ def experts_line(target: ModelConfig, settings: EngineSettings) -> str:
     if target.experts is None or settings.experts is None:
         return ""
     return f"{held_by_rank(target.experts, settings.options.tensor_parallel_size)} ({settings.experts.reason})"
+
+
+def _check_state_cache(options: EngineOptions, target: ModelConfig) -> None:
+    """ValueError if memory is asked for states that nobody keeps."""
+    if options.state_cache == "auto":
+        return
+    if target.recurrent is None:
+        raise ValueError(
+            f"state_cache is for targets with recurrent layers, and {target.family} has none, got {options.state_cache!r}; "
+            "nearest setting that works: state_cache='auto'"
+        )
+    if not options.prefix_caching:
+        raise ValueError(
+            f"state_cache={options.state_cache!r} is for states that prefix caching keeps, got prefix_caching=False; nearest "
+            "setting that works: prefix_caching=True"
+        )
 
 
 def check_threads(options: EngineOptions, device: torch.device) -> None:

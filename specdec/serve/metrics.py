@@ -20,6 +20,8 @@ GAUGES: dict[str, str] = {  # field of Totals: meaning; the metric's name is spe
     "pages_total": "These pages altogether",
     "local_pages_used": "Pages of windowed and chunked layers that requests own; 0 if these layers have no pages of their own",
     "local_pages_total": "These pages altogether",
+    "states_used": "States of recurrent layers that are kept for later prompts; 0 for targets without such layers",
+    "states_total": "How many such states can be kept",
 }
 COUNTERS: dict[str, str] = {  # likewise; the names end in _total
     "prompt_tokens": "Prompt tokens of requests that have entered the batch",

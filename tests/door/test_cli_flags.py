@@ -41,6 +41,7 @@ OTHER: dict[str, tuple[list[str], Any]] = {  # of each option: a value that is n
     "quantize": (["int4"], "int4"),
     "pack_weights": ([], True),
     "prefix_caching": ([], True),
+    "state_cache": (["2GiB"], 2 << 30),
     "deterministic": ([], True),
     "tensor_parallel_size": (["2"], 2),
     "expert_parallel": (["experts"], "experts"),

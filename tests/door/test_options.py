@@ -131,6 +131,7 @@ def test_what_runs_is_told_for_every_option(zoo: Zoo) -> None:
         "pack_weights": False,
         "prefix_caching": False, "tensor_parallel_size": 1, "expert_parallel": "auto", "decode_context_parallel_size": 1,
         "context_interleave": None,
+        "state_cache": "auto",
         "deterministic": False, "prefill_chunk": "auto", "threads": 1, "draft_format": "auto", "draft_pickle": False,
         "draft_quantize": "none", "beyond_trained": "draft", "smoke": False,
     }  # fmt: skip

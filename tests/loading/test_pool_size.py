@@ -1,10 +1,11 @@
-"""kv_cache_memory: how much memory keys and values take, in bytes or as a share of what is free."""
+"""kv_cache_memory and state_cache: how much memory keys, values and kept states take, in bytes or as a share."""
 
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import toolkit.recurrent.targets  # noqa: F401 (the zoo has its targets by name)
 import torch
 from toolkit.checkpoints.plans import plan_memory
 from toolkit.driver import Driver
@@ -98,6 +99,38 @@ def test_the_least_that_is_named_works(zoo: Zoo, target: str) -> None:
     zoo.decoder(target, page_size=4, max_seq_len=240, kv_cache_memory=least)
     with pytest.raises(ValueError, match="kv_cache_memory must hold"):
         zoo.decoder(target, page_size=4, max_seq_len=240, kv_cache_memory=least - 1)
+
+
+def test_kept_states_take_what_was_asked(zoo: Zoo) -> None:
+    """Keeps out: states beside the pool's memory, fewer or more of them than asked for, and hints that do not work."""
+
+    def kept(**settings: Any) -> tuple[int, int]:
+        decoder = zoo.decoder("qwen3_5_text", None, page_size=4, max_batch_size=2, prefix_caching=True, **settings)
+        plan = plan_pool(decoder.model, decoder.head, decoder.settings)
+        assert plan.states is not None
+        assert plan.bytes + plan.states.bytes <= memory
+        return plan.states.kept, plan.states.state_bytes
+
+    memory = 4_000_000
+    tenth, size = kept(kv_cache_memory=memory)
+    assert tenth == memory // 10 // size > 1
+    assert kept(kv_cache_memory=memory, state_cache=5 * size + 3)[0] == 5
+    assert kept(kv_cache_memory=memory, state_cache=0.5)[0] == memory // 2 // size
+    for asked, nearest in ((size - 1, size), (1e-6, size), (memory, "'auto'"), ("100GiB", "'auto'")):
+        said = f"state_cache must hold a state, {size} bytes here, and leave some of the .* bytes .* state_cache={nearest}$"
+        with pytest.raises(ValueError, match=said):
+            kept(kv_cache_memory=memory, state_cache=asked)
+    assert kept(kv_cache_memory=memory, state_cache=size)[0] == 1
+
+
+def test_memory_for_states_that_nobody_keeps_is_refused(zoo: Zoo) -> None:
+    """Keeps out: a setting without effect."""
+    with pytest.raises(ValueError, match="state_cache is for targets with recurrent layers, and llama .* got 0.5; .*'auto'$"):
+        zoo.decoder("llama", None, prefix_caching=True, state_cache=0.5)
+    with pytest.raises(ValueError, match="got prefix_caching=False; nearest .* prefix_caching=True$"):
+        zoo.decoder("qwen3_5_text", None, state_cache=0.5)
+    with pytest.raises(ValueError, match="or a share of the KV pool's memory below 1, got 0; nearest .* state_cache='auto'$"):
+        EngineOptions(state_cache=0)
 
 
 def test_a_plan_counts_it(tmp_path: Path) -> None:

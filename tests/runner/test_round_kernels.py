@@ -23,6 +23,7 @@ TREES_ONLY = {
 }  # fmt: skip
 STATES = {
     "launch_state_numbers", "launch_commit_states", "launch_tree_convolution", "launch_tree_rule", "launch_chunk_convolution",
+    "launch_chunk_rule", "launch_gated_norm", "launch_gated_output",
 }  # fmt: skip
 
 

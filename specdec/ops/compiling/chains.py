@@ -48,6 +48,7 @@ GROUPS = (
         "best_nodes first_level expand accept path_tables output_gate",
         {
             "add_rms_norm": "weight",
+            "gated_norm": "weight",
             "router": "weight",
             "take_columns": "order",
             "subtract": "factor norm",
@@ -147,7 +148,7 @@ GROUPS = (
         "The convolution in front triggers late, so what stood before it is complete; states and what nodes left were written "
         "a round ago. What comes next waits for a complete convolution, too.",
         "",
-        {"tree_rule": "count decay_left k_left parents path read state u_left"},
+        {"chunk_rule": "", "tree_rule": "count decay_left k_left parents path read state u_left"},
     ),
     KernelGroup(
         "late",

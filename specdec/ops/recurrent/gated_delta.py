@@ -9,8 +9,8 @@ No node of a tree needs a state of its own.  With D_i the log-decays summed alon
     out_i = exp(D_i) q_i S + sum over j above i, and i, of exp(D_i - D_j) (q_i . k_j) u_j
 
 so S is read once, whatever the tree.  A sum adds a path to it: exp(D_last) S + sum over j of exp(D_last - D_j) k_j (x) u_j.
-A part of a prompt is a chain, cut into blocks.  Everything is computed in the states' dtype.  On a GPU each pass over a tree is
-one launch of tree_triton.py.
+A part of a prompt is a chain, cut into blocks.  Everything is computed in the states' dtype.  On a GPU each pass over trees is
+one launch of tree_triton.py, and each over parts one of chunk_triton.py.
 
 Shapes: as of states.py.
 """
@@ -73,7 +73,7 @@ def read_tokens(y_BNC: Tensor, gates: Gates, key_heads: int, key_width: int, dty
         y_BNC.split((keys, keys, y_BNC.shape[2] - 2 * keys), dim=-1), (key_heads, key_heads, value_heads), strict=True
     ))  # fmt: skip
     q, k = (x * (x.square().sum(-1, keepdim=True) + EPS).rsqrt() for x in (q, k))
-    decay_BNH, beta_BNH = (x.view(B, N, -1) for x in (gates.decay_TH(dtype), gates.beta_TH(dtype)))
+    decay_BNH, beta_BNH = (x.view(B, N, value_heads) for x in (gates.decay_TH(dtype), gates.beta_TH(dtype)))
     return RuleInputs(of_value_heads(q * key_width**-0.5, value_heads), k, v, decay_BNH, beta_BNH)
 
 
@@ -151,6 +151,10 @@ def ancestors(steps: TreeSteps) -> Tensor:
 
 def chunk_outputs(y_TC: Tensor, gates: Gates, layer: LayerStates, steps: ChunkSteps) -> Tensor:
     """[T, H, V]: each token's output, in y's dtype; that of padding is anything."""
+    if use_kernels(y_TC):
+        from specdec.ops.recurrent.chunk_triton import launch_chunk_rule
+
+        return launch_chunk_rule(y_TC, gates, layer, steps)
     (_, heads, width, value_width), key_heads = layer.state_PHKV.shape, layer.k_LNGK.shape[2]
     out_THV, cu = y_TC.new_zeros(len(y_TC), heads, value_width), steps.cu_B1.tolist()
     for b, (read, write, keep, after) in enumerate(

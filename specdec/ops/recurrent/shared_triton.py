@@ -61,6 +61,32 @@ def squares(x_NK):
 
 
 @triton.jit
+def products(
+    from_k_NK, ok_N, tiles,
+    G: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr, N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Of queries (scaled) and keys, of length 1, with keys [N, N] and with the state [N, V]; and the keys' inverse lengths.
+
+    from_k_NK: the first columns of keys; queries lie G * K before them.  tiles: the state, in blocks of rows.
+    """
+    q_state, k_state = tl.zeros([N, BLOCK_V], tl.float32), tl.zeros([N, BLOCK_V], tl.float32)
+    q_squares, k_squares = tl.zeros([N], tl.float32), tl.zeros([N], tl.float32)
+    qk, kk = tl.zeros([N, N], tl.float32), tl.zeros([N, N], tl.float32)
+    for step in tl.static_range(K // BLOCK_K):
+        k_NK = tl.load(from_k_NK + step * BLOCK_K, mask=ok_N[:, None], other=0.0)
+        q_NK = tl.load(from_k_NK + step * BLOCK_K - G * K, mask=ok_N[:, None], other=0.0)
+        q_squares += squares(q_NK)
+        k_squares += squares(k_NK)
+        q_state = multiplied(q_NK, tiles[step], q_state, PRECISION)
+        k_state = multiplied(k_NK, tiles[step], k_state, PRECISION)
+        qk = alike(q_NK, k_NK, qk, PRECISION)
+        kk = alike(k_NK, k_NK, kk, PRECISION)
+    q_length, k_length = tl.rsqrt(q_squares + EPS) * K**-0.5, tl.rsqrt(k_squares + EPS)
+    qk, kk = qk * q_length[:, None] * k_length[None, :], kk * k_length[:, None] * k_length[None, :]
+    return qk, kk, q_state * q_length[:, None], k_state * k_length[:, None], k_length
+
+
+@triton.jit
 def rule(
     qk_NN, kk_NN, q_state_NV, k_state_NV, v_NV, decay_N, beta_N, mask_NN, depth_N,
     N: tl.constexpr, DEPTH: tl.constexpr, HALVINGS: tl.constexpr, PRECISION: tl.constexpr,

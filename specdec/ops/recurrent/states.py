@@ -60,7 +60,7 @@ class ChunkSteps(NamedTuple):
     """A pass over parts of texts, with nothing pending.  All tensors are contiguous.
 
     read_B, write_B: as of TreeSteps.  cu_B1: int32, cumulative counts of the parts' tokens; what follows them is padding.
-    keep_B, after_B: int64, int32: a number that is to hold each part's state after so many of its tokens too; TRASH: none.
+    keep_B, after_B: int64, int32: a number that is to hold each part's state after so many of its tokens; TRASH, 0: none.
     most: the most tokens of a part; known to the host.
     """
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specdec.ops.launch import chained
 from specdec.ops.recurrent.gated_delta import Gates
-from specdec.ops.recurrent.shared_triton import EPS, PRECISION, alike, log_decays, multiplied, rule, squares, strengths
+from specdec.ops.recurrent.shared_triton import EPS, PRECISION, log_decays, products, rule, squares, strengths
 from specdec.ops.recurrent.states import LayerStates, TreeSteps, lie_whole
 
 GROUP = 8  # accepted nodes that are read at once
@@ -69,18 +69,17 @@ def tree_rule_kernel(
         tl.store(to_state_KV + number * stride_state + step * BLOCK_K * V, tiles[step])
     at_N, ok_N = row * N + n, n < N
     from_k_NK = y + (G + g) * K + at_N[:, None] * stride_y + tl.arange(0, BLOCK_K)[None, :]
-    qk, kk, q_state, k_state, k_length = _products(
-        from_k_NK, ok_N, tiles, N, G, K, PRECISION, PADDED_N, BLOCK_K, BLOCK_V
-    )  # fmt: skip
     from_v_NV = y + 2 * G * K + h * V + at_N[:, None] * stride_y + v[None, :]
     v_NV = tl.load(from_v_NV, mask=ok_N[:, None], other=0.0).to(tl.float32)
     decay_N = log_decays(tl.load(a + at_N * stride_a + h, mask=ok_N, other=0.0), A_log + h, dt_bias + h)
     beta_N = strengths(tl.load(b + at_N * stride_b + h, mask=ok_N, other=0.0))
     if N == 1:
+        qk, q_state, k_state, k_length = _products_of_one(from_k_NK, ok_N, tiles, G, K, BLOCK_K, BLOCK_V)
         faded = tl.exp(decay_N)[:, None]
         u_NV = beta_N[:, None] * (v_NV - faded * k_state)
         out_NV = faded * q_state + qk * u_NV
     else:
+        qk, kk, q_state, k_state, k_length = products(from_k_NK, ok_N, tiles, G, K, PRECISION, PADDED_N, BLOCK_K, BLOCK_V)
         out_NV, u_NV, decay_N = rule(
             qk, kk, q_state, k_state, v_NV, decay_N, beta_N, mask_NN, depth_N, PADDED_N, DEPTH, HALVINGS, PRECISION
         )
@@ -94,35 +93,21 @@ def tree_rule_kernel(
 
 
 @triton.jit
-def _products(
-    from_k_NK, ok_N, tiles,
-    N: tl.constexpr, G: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr, PADDED_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    """Of queries and keys, of length 1 and scaled, with keys [N, N] and with the state [N, V]; and the keys' factors."""
-    ROWS: tl.constexpr = PADDED_N if N > 1 else BLOCK_K
-    q_state, k_state = tl.zeros([ROWS, BLOCK_V], tl.float32), tl.zeros([ROWS, BLOCK_V], tl.float32)
-    q_squares, k_squares = tl.zeros([PADDED_N], tl.float32), tl.zeros([PADDED_N], tl.float32)
-    qk, kk = tl.zeros([PADDED_N, PADDED_N], tl.float32), tl.zeros([PADDED_N, PADDED_N], tl.float32)
+def _products_of_one(from_k_NK, ok_N, tiles, G: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr):
+    """`products` of one node, without products of blocks, which would be padded to 16 nodes.  kk: not needed."""
+    q_state, k_state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32), tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
+    q_squares, k_squares, qk = tl.zeros([1], tl.float32), tl.zeros([1], tl.float32), tl.zeros([1], tl.float32)
     for step in tl.static_range(K // BLOCK_K):
-        k_NK = tl.load(from_k_NK + step * BLOCK_K, mask=ok_N[:, None], other=0.0)
-        q_NK = tl.load(from_k_NK + step * BLOCK_K - G * K, mask=ok_N[:, None], other=0.0)
+        k_NK = tl.load(from_k_NK + step * BLOCK_K, mask=ok_N[:, None], other=0.0).to(tl.float32)
+        q_NK = tl.load(from_k_NK + step * BLOCK_K - G * K, mask=ok_N[:, None], other=0.0).to(tl.float32)
         q_squares += squares(q_NK)
         k_squares += squares(k_NK)
-        if N == 1:  # products of blocks would be padded to 16 nodes
-            q_state += tl.trans(q_NK).to(tl.float32) * tiles[step]
-            k_state += tl.trans(k_NK).to(tl.float32) * tiles[step]
-            qk += tl.sum(q_NK.to(tl.float32) * k_NK.to(tl.float32), 1)[:, None]
-        else:
-            q_state = multiplied(q_NK, tiles[step], q_state, PRECISION)
-            k_state = multiplied(k_NK, tiles[step], k_state, PRECISION)
-            qk = alike(q_NK, k_NK, qk, PRECISION)
-            kk = alike(k_NK, k_NK, kk, PRECISION)
-    if N == 1:
-        q_state, k_state = tl.sum(q_state, 0)[None, :], tl.sum(k_state, 0)[None, :]
+        q_state += tl.trans(q_NK) * tiles[step]
+        k_state += tl.trans(k_NK) * tiles[step]
+        qk += tl.sum(q_NK * k_NK, 1)
     q_length, k_length = tl.rsqrt(q_squares + EPS) * K**-0.5, tl.rsqrt(k_squares + EPS)
-    qk, kk = qk * q_length[:, None] * k_length[None, :], kk * k_length[:, None] * k_length[None, :]
-    return qk, kk, q_state * q_length[:, None], k_state * k_length[:, None], k_length
+    q_state, k_state = tl.sum(q_state, 0)[None, :] * q_length[:, None], tl.sum(k_state, 0)[None, :] * k_length[:, None]
+    return (qk * q_length * k_length)[:, None], q_state, k_state, k_length
 
 
 @triton.jit

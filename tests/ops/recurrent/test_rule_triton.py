@@ -4,9 +4,10 @@ import pytest
 import torch
 from toolkit.kernels import DEVICE
 from toolkit.recurrent.made import Sizes
-from toolkit.recurrent.rounds import copied, equal_memory, in_the_middle, moved
+from toolkit.recurrent.rounds import copied, equal_memory, in_the_middle, inputs, moved, parts_of
 
-from specdec.ops.recurrent.gated_delta import Gates, tree_outputs
+from specdec.ops.recurrent.chunk_triton import launch_chunk_rule
+from specdec.ops.recurrent.gated_delta import Gates, chunk_outputs, tree_outputs
 from specdec.ops.recurrent.tree_triton import launch_tree_rule
 
 ALIKE, SHARED = Sizes(G=2, H=2, K=16, V=32), Sizes(G=1, H=3, K=32, V=16)
@@ -43,3 +44,25 @@ def test_trees_equal_the_definition(sizes: Sizes, nodes: int, kind: str, before:
     want = tree_outputs(y, gates, now.layer, now.steps)
     torch.testing.assert_close(got, want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     equal_memory(layer, now.layer, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "lengths", "kept", "after", "dtype"),
+    [
+        (ALIKE, [1, 37, 70], 2, 32, torch.float16),
+        (SHARED, [33, 3, 2], 0, 9, torch.float32),
+        (SHARED, [2], 0, 1, torch.float32),
+    ],
+)
+def test_parts_equal_the_definition(sizes: Sizes, lengths: list[int], kept: int, after: int, dtype: torch.dtype) -> None:
+    """Keeps out: a block's border that shows, a state that is kept one token late, a part of padding that reaches a row, a
+    token after the parts that is read.
+    """
+    now = in_the_middle(sizes, 2, False, dtype, seed=len(lengths))
+    steps, layer, tokens = parts_of(lengths, kept, after), copied(now.layer, DEVICE), sum(lengths)
+    y, a, b = (torch.cat((each, each.new_full((3, each.shape[1]), torch.nan))) for each in inputs(sizes, tokens, dtype))
+    gates = now.weights.gates(a, b)
+    got = launch_chunk_rule(y.to(DEVICE), on_device(gates), layer, moved(steps, DEVICE)).cpu()
+    want = chunk_outputs(y, gates, now.layer, steps)
+    torch.testing.assert_close(got[:tokens], want[:tokens], atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    equal_memory(layer, now.layer, 2e-5)

@@ -6,7 +6,8 @@ Shapes: as of specdec/ops/recurrent/states.py.
 from __future__ import annotations
 
 from specdec.ops.recurrent.conv import chunk_convolution, tree_convolution
-from specdec.ops.recurrent.gated_delta import Gates, tree_outputs
+from specdec.ops.recurrent.gated_delta import Gates, chunk_outputs, tree_outputs
+from specdec.ops.recurrent.gated_norm import gated_norm
 from specdec.ops.recurrent.output_gate import gated_output
 from specdec.ops.recurrent.states import ChunkSteps, LayerStates, TreeSteps
 from toolkit.ahead.made import counts, floats, halves, ids
@@ -27,9 +28,11 @@ def recurrent_layers() -> None:
             steps = TreeSteps(ids(B), ids(B), ids(B, N), depth, N == depth + 1, ids(B, E), counts(B))
             tree_convolution(halves(B * N, CHANNELS), weight, layer, steps)
             gates = Gates(halves(B * N, H), halves(B * N, H), floats(H), floats(H))
-            tree_outputs(halves(B * N, CHANNELS), gates, layer, steps)
+            out = tree_outputs(halves(B * N, CHANNELS), gates, layer, steps)
+            gated_norm(out, halves(B * N, H, WIDTH), halves(WIDTH), 1e-6)
     chunk = ChunkSteps(ids(4), ids(4), counts(5), ids(4), counts(4), 8192)
     chunk_convolution(halves(8192, CHANNELS), weight, layer, chunk)
+    chunk_outputs(halves(8192, CHANNELS), Gates(halves(8192, H), halves(8192, H), floats(H), floats(H)), layer, chunk)
     for T, R in ((1, None), (2048, None), (8192, ids(4))):  # of the attention beside these layers: 24 heads of 256
         gate = halves(T, 2 * 24 + 8, 256)[:, :24]
         gated_output(halves(T if R is None else 4, 24, 256), gate, R)

@@ -66,6 +66,12 @@ CHOSEN: dict[str, list[str]] = {
         "tests/ops/recurrent/test_conv_triton.py::test_parts_equal_the_definition[lengths0-2-16-dtype0]"
     ],
     "tree_rule_kernel": ["tests/ops/recurrent/test_rule_triton.py::test_trees_equal_the_definition[sizes4-32-False-6-dtype4]"],
+    "chunk_rule_kernel": [
+        "tests/ops/recurrent/test_rule_triton.py::test_parts_equal_the_definition[sizes0-lengths0-2-32-dtype0]"
+    ],
+    "gated_norm_kernel": [
+        "tests/ops/recurrent/test_gated_norm.py::test_a_norm_with_its_gate_is_transformers_[torch.float16-1-5-48]"
+    ],
     "scan_kernel": ["tests/ops/test_topk_triton.py::test_equals_the_definition[7-7-torch.bfloat16]"],
     "merge_kernel": ["tests/ops/test_topk_triton.py::test_equals_the_definition[300-1-torch.float32]"],
     "gumbel_noise_kernel": ["tests/ops/noise/test_gumbel_triton.py::test_noise_equals_the_definition[0-3000]"],

@@ -1,0 +1,28 @@
+"""The gated norm against transformers' module, and its kernel against both.  Under the interpreter where there is no GPU."""
+
+import pytest
+import torch
+from toolkit.kernels import DEVICE
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
+
+from specdec.ops.recurrent.gated_norm import gated_norm
+from specdec.ops.recurrent.gated_norm_triton import launch_gated_norm
+
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+@pytest.mark.parametrize(("T", "H", "V"), [(1, 5, 48), (3, 40, 128)])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_a_norm_with_its_gate_is_transformers_(T: int, H: int, V: int, dtype: torch.dtype) -> None:
+    """Keeps out: a gate before the norm, a weight that meets unrounded numbers, a padded column in the mean, strides taken for
+    dense.
+    """
+    module = Qwen3NextRMSNormGated(V, eps=1e-5).to(dtype)
+    module.weight.data = torch.randn(V).to(dtype)
+    x, z = torch.randn(T, H, V).to(dtype), torch.randn(T, H + 2, V).to(dtype)[:, :H]
+    with torch.inference_mode():
+        want = module(x, z)
+        assert torch.equal(gated_norm(x, z, module.weight, 1e-5), want)
+        got = launch_gated_norm(x.to(DEVICE), z.to(DEVICE), module.weight.to(DEVICE), 1e-5).cpu()
+    if DEVICE.type == "cuda" or dtype != torch.bfloat16:  # to which the interpreter rounds wrongly
+        torch.testing.assert_close(got, want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
