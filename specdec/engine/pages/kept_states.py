@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from specdec.engine.pages.prefix_cache import Node, PrefixCache
 from specdec.engine.pages.state_places import LEAST_KEPT, STATE_EVERY, StatePlaces, distance
@@ -92,21 +93,27 @@ class KeptStates:
             self._free.append(number)
 
 
+class Promise(NamedTuple):
+    """A number under which a part that has not been launched keeps the state after these tokens, the first ones of its text."""
+
+    number: int
+    tokens: Sequence[int]
+
+
 @dataclass
 class StateUse:
     """How one row uses kept states.
 
     number: of the state with which its text goes on, or ZEROS.  is_read: whether the chunk that reads it has been launched.
     last: the node after which it has begun or has kept its last state, if no other text was known to share that.
-    places: where states of its text are kept.  promised: the number under which its next part keeps one, and after how many
-        tokens of the text; None: it keeps none.
+    places: where states of its text are kept.  promised: what its part in the next launch keeps, if it keeps a state.
     """
 
     number: int
     last: Node | None
     places: StatePlaces
     is_read: bool = False
-    promised: tuple[int, int] | None = None
+    promised: Promise | None = None
 
 
 class TextStates:
@@ -143,13 +150,20 @@ class TextStates:
         places.shared[who] = place
         return True
 
-    def promise(self, owner: Hashable, start: int, end: int) -> tuple[int, int] | None:
-        """What a part of the text keeps, from token `start` up to `end`: see PromptPart.keep."""
+    def promise(self, owner: Hashable, text: Sequence[int], start: int, end: int) -> tuple[int, int] | None:
+        """What a part of the text keeps, from token `start` up to `end`: see PromptPart.keep.
+
+        Of parts in one launch that come to the same state, one keeps it.
+        """
         row = self._rows[owner]
         place = row.places.choose(start, end, self.least) if self.kept.total else None
-        if place is None or (number := self.kept.take()) is None:
+        if place is None:
             return None
-        row.promised, row.places.begun = (number, place), place
+        tokens = text[:place]
+        is_kept = any(other.promised is not None and other.promised.tokens == tokens for other in self._rows.values())
+        if is_kept or (number := self.kept.take()) is None:
+            return None
+        row.promised, row.places.begun = Promise(number, tokens), place
         return number, place - start
 
     def ran(self, owner: Hashable, tokens: Sequence[int]) -> None:
@@ -160,7 +174,7 @@ class TextStates:
         row = self._rows[owner]
         self._read(row)
         if row.promised is not None:
-            number, place = row.promised
+            number, place = row.promised.number, len(row.promised.tokens)
             path = self.cache.find(tokens[: place + 1], drafted=False)  # the pages may be those of another text
             node = path[-1] if len(path) * self.cache.pool.page_size == place else None
             self.kept.enter(node, number)
@@ -175,7 +189,7 @@ class TextStates:
         row = self._rows.pop(owner)
         self._read(row)
         if row.promised is not None:
-            self.kept.enter(None, row.promised[0])
+            self.kept.enter(None, row.promised.number)
 
     def _read(self, row: StateUse) -> None:
         if not row.is_read and row.number != ZEROS:

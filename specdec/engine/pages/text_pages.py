@@ -69,7 +69,7 @@ class TextPages:
     def next_part(self, state: RequestState, row: int, tokens: int) -> PromptPart:
         """Plans a chunk's part of the request's text, see RequestState.next_part."""
         admission, request, start = self.admission, state.request, state.done
-        keep = admission.text_states.promise(request, start, start + tokens) if admission.text_states else None
+        keep = admission.text_states.promise(request, state.text, start, start + tokens) if admission.text_states else None
         return state.next_part(row, tokens, None if start else admission.encoder_input(request), keep)
 
     def ran(self, state: RequestState, part: PromptPart, drafted: bool) -> None:

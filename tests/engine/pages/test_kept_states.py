@@ -215,6 +215,15 @@ def test_the_state_that_was_used_least_recently_goes_first() -> None:
     assert cached(engine, [a, b, a, c, a, b]) == [0, 0, 80, 0, 80, 0]
 
 
+def test_many_of_one_prompt_at_once_keep_one_state() -> None:
+    """Keeps out: states that make room for several times the same one."""
+    engine, a, b = engine_of(4, 2, WHOLE), some(1, 83), some(2, 83)
+    cached(engine, [a])
+    engine.scheduler.admission.min_shared_to_wait = 1000  # nobody waits
+    assert [request.stats.cached_tokens for request in ask(engine, [b] * 4)] == [0] * 4 and engine.runner.writes == 2
+    assert cached(engine, [a, b]) == [80, 80]
+
+
 def test_conversations_need_one_state_each() -> None:
     """Keeps out: states of earlier turns that stay, where those of other conversations have to go."""
     engine, system = engine_of(4, 8, WHOLE), some(7, 41)
