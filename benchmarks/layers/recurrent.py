@@ -1,0 +1,174 @@
+"""How long a recurrent layer's round takes: convolution, gated delta rule and gated norm, and parts of prompts.
+
+    python benchmarks layers.recurrent --out benchmarks/layers/results/recurrent_h200.json    # about 2 minutes
+    python benchmarks layers.recurrent --rows 32 --nodes 32 --all
+
+Qwen3.5-27B's widths: 16 key and 48 value heads of 128, bf16, states in float32.  Times are medians of replays of CUDA graphs of
+CALLS layers, each with states of its own, so that none lies in the L2 cache.  The limit is the time to move at 4.48 TB/s one
+read and one write of each row's state, the nodes' inputs and outputs, what PENDING of the nodes before have left, and what the
+nodes leave.  --all tries other tiles: choose `tree_tiles` (specdec/ops/recurrent/tree_triton.py) and TOKENS, TILES
+(chunk_triton.py) from them.
+
+Shapes: B rows, N nodes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from graph_timing import replay_us
+from triton.runtime.errors import OutOfResources
+
+from specdec.ops.recurrent.chunk_triton import TILES, TOKENS, launch_chunk_rule
+from specdec.ops.recurrent.conv import chunk_convolution, tree_convolution
+from specdec.ops.recurrent.gated_delta import Gates
+from specdec.ops.recurrent.gated_norm import gated_norm
+from specdec.ops.recurrent.states import ChunkSteps, LayerStates, TreeSteps
+from specdec.ops.recurrent.tree_triton import RuleTiles, launch_tree_rule, tree_tiles
+
+BANDWIDTH = 4.48e12  # of an H200, as rounds/round_8b.py has it
+G, H, WIDTH, TAPS, CALLS, PENDING, PROMPT = 16, 48, 128, 4, 8, 3, 8192
+CHANNELS = (2 * G + H) * WIDTH
+SHAPES = {1: (1, 0, 1), 6: (6, 5, 6), 32: (32, 5, 6), 60: (60, 7, 8)}  # nodes, depth, places of a path
+TREE_TILES = [RuleTiles(*each) for each in ((16, 32, 4), (32, 32, 4), (64, 32, 4), (64, 32, 8), (32, 64, 4), (128, 32, 8))]
+CHUNK_TILES = [
+    (16, RuleTiles(32)), (16, RuleTiles(64)), (32, RuleTiles(16)), (32, RuleTiles(32)), (32, RuleTiles(64)),
+    (32, RuleTiles(64, 32, 8)), (64, RuleTiles(32)), (64, RuleTiles(32, 32, 8)),
+]  # fmt: skip
+
+
+class World:
+    """CALLS layers, what their projections give for so many tokens, and their weights."""
+
+    def __init__(self, numbers: int, nodes: int, tokens: int) -> None:
+        def halves(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+        def floats(*shape: int) -> torch.Tensor:
+            return torch.rand(*shape, device="cuda").mul_(0.1)
+
+        self.layers = [
+            LayerStates(
+                floats(numbers, H, WIDTH, WIDTH), halves(numbers, TAPS - 1, CHANNELS), floats(numbers, nodes, G, WIDTH),
+                floats(numbers, nodes, H, WIDTH), -floats(numbers, nodes, H).cumsum(1), halves(numbers, nodes, CHANNELS),
+            ) for _ in range(CALLS)
+        ]  # fmt: skip
+        self.x, self.z, self.conv, self.norm = (
+            halves(tokens, CHANNELS),
+            halves(tokens, H, WIDTH),
+            halves(CHANNELS, TAPS),
+            halves(WIDTH),
+        )
+        self.gates = Gates(halves(tokens, H), halves(tokens, H), floats(H), floats(H))
+
+
+def time_calls(call: Callable[[int], object]) -> float:
+    """Microseconds of a call, which is given its number."""
+    call(0)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        for number in range(CALLS):
+            call(number)
+    return replay_us(graph, 9) / CALLS
+
+
+def tree_of(B: int, N: int) -> TreeSteps:
+    _, depth, places = SHAPES[N]
+    numbers_B = torch.arange(2, 2 + 2 * B, 2, device="cuda")
+    parents_N = torch.tensor(
+        [0, *((n - 1 if N == depth + 1 or n <= depth else (n - 1) // 2) for n in range(1, N))], device="cuda"
+    )
+    path_BE = torch.arange(places, device="cuda").expand(B, places).contiguous()
+    count_B = torch.full((B,), min(PENDING, places), dtype=torch.int32, device="cuda")
+    return TreeSteps(numbers_B, numbers_B + 1, parents_N.expand(B, N).contiguous(), depth, N == depth + 1, path_BE, count_B)
+
+
+def limit_us(B: int, N: int) -> float:
+    """See the top of this file."""
+    state = 2 * 4 * H * WIDTH * WIDTH + 2 * 2 * (TAPS - 1) * CHANNELS
+    left = 4 * (G * WIDTH + H * WIDTH + H) + 2 * CHANNELS  # of a node
+    node = 2 * (CHANNELS + 2 * H + 2 * H * WIDTH) + left
+    return 1e6 * B * (state + N * node + min(PENDING, SHAPES[N][2]) * left) / BANDWIDTH
+
+
+def measure_tree(B: int, N: int, every: bool) -> dict[str, Any]:
+    world, steps = World(2 + 2 * B, N if N > 8 else 8, B * N), tree_of(B, N)
+    y, out = torch.empty_like(world.x), torch.empty_like(world.z)
+
+    def rule(call: int, tiles: RuleTiles | None) -> torch.Tensor:
+        return launch_tree_rule(y, world.gates, world.layers[call], steps, tiles=tiles)
+
+    def whole(call: int) -> None:
+        convolved = tree_convolution(world.x, world.conv, world.layers[call], steps)
+        gated_norm(launch_tree_rule(convolved, world.gates, world.layers[call], steps), world.z, world.norm, 1e-6)
+
+    y.copy_(tree_convolution(world.x, world.conv, world.layers[0], steps))
+    layers, conv = world.layers, world.conv
+    row = {
+        "rows": B, "nodes": N, "limit": limit_us(B, N), "tiles": tree_tiles(B, N, H), "layer": time_calls(whole),
+        "convolution": time_calls(lambda call: tree_convolution(world.x, conv, layers[call], steps)),
+        "rule": time_calls(lambda call: rule(call, None)),
+        "norm": time_calls(lambda _: gated_norm(out, world.z, world.norm, 1e-6)),
+    }  # fmt: skip
+    tried = {}
+    for tiles in TREE_TILES if every else ():
+        with suppress(OutOfResources):
+            tried[str(tuple(tiles))] = time_calls(lambda call: rule(call, tiles))  # noqa: B023
+    return row | ({"tried": tried} if every else {})
+
+
+def measure_prompt(every: bool) -> dict[str, Any]:
+    world = World(4, 1, PROMPT)
+    numbers = torch.tensor([2, 3, 1], device="cuda").split(1)
+    cu_B1, none = (torch.tensor(each, dtype=torch.int32, device="cuda") for each in ([0, PROMPT], [0]))
+    steps = ChunkSteps(numbers[0], numbers[1], cu_B1, numbers[2], none, PROMPT)
+    y = chunk_convolution(world.x, world.conv, world.layers[0], steps)
+    tried = {}
+    for tokens, tiles in CHUNK_TILES if every else [(TOKENS, TILES)]:
+        with suppress(OutOfResources):
+            tried[str((tokens, *tiles))] = time_calls(
+                lambda call: launch_chunk_rule(y, world.gates, world.layers[call], steps, tokens=tokens, tiles=tiles)  # noqa: B023
+            )
+    convolution = time_calls(lambda call: chunk_convolution(world.x, world.conv, world.layers[call], steps))
+    return {"tokens": PROMPT, "convolution": convolution, "rule": min(tried.values()), "tried": tried}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--nodes", type=int, nargs="+", choices=SHAPES, default=[1, 6, 32])
+    parser.add_argument("--all", action="store_true", help="other tiles, too")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    began, rows = time.perf_counter(), []
+    print("us a layer: rows nodes |  limit |  layer  ratio | convolution    rule    norm")
+    with torch.inference_mode():
+        for B in args.rows:
+            for N in args.nodes:
+                rows.append(row := measure_tree(B, N, args.all))
+                times = f"{row['convolution']:11.1f} {row['rule']:7.1f} {row['norm']:7.1f}"
+                print(
+                    f"{B:16} {N:5} | {row['limit']:6.1f} | {row['layer']:6.1f} {row['layer'] / row['limit']:6.2f} | {times}",
+                    flush=True,
+                )
+                for tiles, us in row.get("tried", {}).items():
+                    print(f"    {tiles:16} {us:8.1f}", flush=True)
+        prompt = measure_prompt(args.all)
+    print(json.dumps(prompt, indent=1), f"{time.perf_counter() - began:.0f} s in all", sep="\n")
+    if args.out:
+        about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
+                 "date": time.strftime("%Y-%m-%d"), "rows": rows, "prompt": prompt}  # fmt: skip
+        args.out.write_text(json.dumps(about) + "\n")
+
+
+if __name__ == "__main__":
+    main()

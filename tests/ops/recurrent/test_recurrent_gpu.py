@@ -1,0 +1,136 @@
+"""Recurrent layers of Qwen3.5's widths in bfloat16 on a GPU, against the definition in float64.
+
+Shapes: as of specdec/ops/recurrent/states.py.
+"""
+
+import random
+
+import pytest
+import torch
+from toolkit.inside.captures import capturing
+from toolkit.recurrent.made import Sizes, Weights, path_to, random_tree, steps_of, trash_steps
+from torch import Tensor
+
+from specdec.ops.recurrent.chunk_triton import launch_chunk_rule
+from specdec.ops.recurrent.conv import chunk_convolution, tree_convolution
+from specdec.ops.recurrent.gated_delta import Gates, chunk_outputs, tree_outputs
+from specdec.ops.recurrent.states import ChunkSteps, LayerStates, TreeSteps
+from specdec.ops.recurrent.tree_triton import launch_tree_rule
+
+pytestmark = pytest.mark.gpu
+SIZES = Sizes(G=16, H=48, K=128, V=128)
+ROWS, NODES, PATH = 32, 32, 6
+BOUNDS = {"tf32x3": 5e-6, "ieee": 5e-6}  # of what is float32: states and what nodes leave, as a share of their norm
+
+
+def layer_of(numbers: int, nodes: int) -> LayerStates:
+    G, H, K, V, Z = SIZES
+    made = {"device": "cuda"}
+    return LayerStates(
+        torch.randn(numbers, H, K, V, **made).mul(0.3), torch.randn(numbers, Z - 1, SIZES.C, **made).bfloat16(),
+        torch.nn.functional.normalize(torch.randn(numbers, nodes, G, K, **made), dim=-1),
+        torch.randn(numbers, nodes, H, V, **made), -torch.rand(numbers, nodes, H, **made).cumsum(1),
+        torch.randn(numbers, nodes, SIZES.C, **made).bfloat16(),
+    )  # fmt: skip
+
+
+def tokens_of(count: int) -> tuple[Tensor, Tensor, Tensor]:
+    return tuple(torch.randn(count, width, device="cuda").bfloat16() for width in (SIZES.C, SIZES.H, SIZES.H))  # type: ignore[return-value]
+
+
+def weights_of() -> Weights:
+    return Weights(*(each.cuda() for each in Weights.random(SIZES, torch.bfloat16)))
+
+
+def doubled(gates: Gates) -> Gates:
+    """With strengths as bfloat16 rounds them: what the definition does in float64 begins after that."""
+    beta_TH = gates.b_TH.sigmoid().double()
+    return Gates(gates.a_TH.double(), (beta_TH / (1 - beta_TH)).log(), gates.A_log_H.double(), gates.dt_bias_H.double())
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+def trees(kind: str, seed: int) -> TreeSteps:
+    """Of rows that read numbers 2, 4, ... and write those after them.  kind: plain, chain or tree."""
+    rng, nodes = random.Random(seed), {"plain": 1, "chain": 6, "tree": NODES}[kind]
+    made = [random_tree(nodes, rng, kind != "tree") for _ in range(ROWS)]
+    if kind == "tree":  # of depth 5 at most
+        made = [[0, *(rng.choice([n for n in range(at) if len(path_to(tree, n)) < 6]) for at in range(1, nodes))]
+                for tree in ([0] * nodes for _ in range(ROWS))]  # fmt: skip
+    paths = [list(range(rng.randrange(PATH + 1))) for _ in range(ROWS)]
+    return steps_of(made, [(2 + 2 * row, 3 + 2 * row) for row in range(ROWS)], paths, PATH, "cuda")
+
+
+@pytest.mark.parametrize("precision", BOUNDS)
+@pytest.mark.parametrize("kind", ["plain", "chain", "tree"])
+def test_trees_of_real_widths(kind: str, precision: str) -> None:
+    """Keeps out: products that lose float32's accuracy, and a program that reads what another one writes."""
+    steps, layer, weights = trees(kind, 1), layer_of(2 + 2 * ROWS, NODES), weights_of()
+    exact = LayerStates(*(each.double() for each in layer))
+    y, a, b = tokens_of(steps.parents_BN.numel())
+    gates = weights.gates(a, b)
+    with torch.inference_mode():
+        out = launch_tree_rule(y, gates, layer, steps, precision)
+    want = tree_outputs(y.double(), doubled(gates), exact, steps)
+    N, here = steps.parents_BN.shape[1], steps.write_B
+    errors = {"states": error(layer.state_PHKV[here], exact.state_PHKV[here])}
+    for name in ("k_LNGK", "u_LNHV", "decay_LNH"):
+        errors[name] = error(getattr(layer, name)[here, :N], getattr(exact, name)[here, :N])
+    print(f"{kind}, {precision}: outputs {error(out, want):.1e},", {name: f"{value:.1e}" for name, value in errors.items()})
+    assert error(out, want) < 3e-3 and max(errors.values()) < BOUNDS[precision]
+
+
+@pytest.mark.parametrize("lengths", [[8192], [1, 700, 64, 33]])
+def test_parts_of_real_widths(lengths: list[int]) -> None:
+    """Keeps out: an error that grows from block to block."""
+    B, tokens = len(lengths), sum(lengths)
+    layer, weights = layer_of(2 + 2 * B, 1), weights_of()
+    exact = LayerStates(*(each.double() for each in layer))
+    read_B, write_B = torch.tensor([[2 + 2 * b, 3 + 2 * b] for b in range(B)], device="cuda").T.contiguous()
+    cu_B1 = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+    steps = ChunkSteps(read_B, write_B, cu_B1, *(each.cuda() for each in trash_steps(B)), max(lengths))
+    x, a, b = tokens_of(tokens)
+    gates = weights.gates(a, b)
+    with torch.inference_mode():
+        y = chunk_convolution(x, weights.conv_CZ, layer, steps)
+        out = launch_chunk_rule(y, gates, layer, steps)
+    want_y = chunk_convolution(x.double(), weights.conv_CZ.double(), exact, steps)
+    want = chunk_outputs(y.double(), doubled(gates), exact, steps)
+    states = error(layer.state_PHKV[write_B], exact.state_PHKV[write_B])
+    print(f"{lengths}: convolution {error(y, want_y):.1e}, outputs {error(out, want):.1e}, states {states:.1e}")
+    assert error(y, want_y) < 3e-3 and error(out, want) < 3e-3 and states < 2e-5
+    assert torch.equal(layer.conv_PWC[write_B].double(), exact.conv_PWC[write_B])
+
+
+def test_a_captured_round_moves_numbers() -> None:
+    """Keeps out: a number that a capture has kept, and a kernel that reads a state before the round before has written it."""
+    steps, layer, weights = trees("tree", 2), layer_of(2 + 2 * ROWS, NODES), weights_of()
+    x, a, b = tokens_of(ROWS * NODES)
+    gates = weights.gates(a, b)
+
+    def rounds(layer: LayerStates) -> Tensor:
+        return tree_outputs(tree_convolution(x, weights.conv_CZ, layer, steps), gates, layer, steps)
+
+    with torch.inference_mode():
+        rounds(LayerStates(*(each.clone() for each in layer)))
+        graph = torch.cuda.CUDAGraph()
+        with capturing(graph):
+            out = rounds(layer)
+        for turn in range(4):
+            own = LayerStates(*(each.clone() for each in layer))
+            want = rounds(own)
+            torch.cuda.synchronize()
+            graph.replay()
+            torch.cuda.synchronize()
+            assert torch.equal(out, want) and all(map(torch.equal, layer, own)), turn
+            after = trees("tree", 3 + turn)  # numbers swapped, other trees and paths
+            steps.read_B.copy_(torch.where(steps.read_B % 2 == 0, steps.read_B + 1, steps.read_B - 1))
+            steps.write_B.copy_(torch.where(steps.write_B % 2 == 0, steps.write_B + 1, steps.write_B - 1))
+            for ours, new in (
+                (steps.parents_BN, after.parents_BN),
+                (steps.path_BE, after.path_BE),
+                (steps.count_B, after.count_B),
+            ):
+                ours.copy_(new)
