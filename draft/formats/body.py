@@ -9,6 +9,7 @@ from typing import Any
 from specdec.attention.kinds import FULL, LayerKind
 from specdec.models.checkpoints.config_values import MAX_LAYERS, flag, mapping, text, whole
 from specdec.models.config import ModelConfig, RopeConfig
+from specdec.models.keys.rope import without_mrope
 from specdec.models.keys.shared import WINDOWED, refuse_unknown, sliding_window
 from specdec.models.kv_source import KEY
 from specdec.models.llama.config import parse_llama
@@ -99,6 +100,7 @@ def parse_head_rope(raw: dict[str, Any], target: ModelConfig | None, where: str,
 
     ValueError if the two spellings are both there and say different things.
     """
+    raw = without_mrope(raw, where)  # heads made from a hybrid's config have its keys
     parameters, scaling = (mapping(raw, key, where) for key in ("rope_parameters", "rope_scaling"))
     if not parameters and not scaling and raw.get("rope_theta") is None:
         if not silent:

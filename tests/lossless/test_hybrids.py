@@ -5,7 +5,8 @@ that a chunk begins anew, and a state of an earlier request that a row goes on w
 """
 
 import pytest
-import toolkit.recurrent.targets  # noqa: F401 (the zoo has its targets by name)
+import toolkit.heads.block_zoo
+import toolkit.recurrent.targets  # noqa: F401 (and its targets)
 from toolkit.driver import Driver
 from toolkit.models import Zoo, ragged_prompts
 from toolkit.oracles.texts import hold_captured_text
@@ -21,6 +22,8 @@ CASES = [
     ("qwen3_5_moe_text", "eagle3", (5, 1, 6), 5, 2, 1),
     ("qwen3_5_text", "ngram", (3, 2, 6), 4, 1, 10),
     ("qwen3_5_text", None, None, 4, 2, 1024),
+    ("qwen3_next", "dflash", (4, 1, 5), 4, 2, 16),
+    ("qwen3_5_text", "dspark", (4, 3, 12), 16, 3, 9),
 ]
 
 

@@ -104,3 +104,23 @@ def test_pair_norm_equals_the_definition(dtype: torch.dtype) -> None:
     want = pair_rms_norm(ids.cpu(), *exact, EPS)
     check(launch_pair_rms_norm(ids, table, first, x, second, EPS), want)
     assert launch_pair_rms_norm(ids[:0], table, first, x[:0], second, EPS).shape == (0, 2 * H)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_weights_wider_than_what_is_normed(dtype: torch.dtype) -> None:
+    """Of zero-centred norms: 1 + w in float32.  Keeps out: a weight, or what is normed, rounded before their product."""
+    T, H = 5, 300
+    x, other = rand(T, H, seed=1, dtype=dtype), rand(T, H, seed=2, dtype=dtype)
+    weight = 1 + 1e-3 * rand(H, seed=3, dtype=torch.float32)  # in 16 bits most of these are 1
+    want = rms_norm(x.double().cpu(), weight.double().cpu(), EPS).to(dtype)
+    kernels = launch_add_rms_norm(x, None, weight, EPS)[1], launch_add_rms_norm(x - x, x, weight, EPS)[1]
+    ids = torch.arange(T, device=DEVICE)
+    pair = launch_pair_rms_norm(ids, x, weight, other, 2 * weight, EPS)
+    defined = rms_norm(x.cpu(), weight.cpu(), EPS), add_rms_norm(x.cpu() * 0, x.cpu(), weight.cpu(), EPS)[1]
+    for got in (
+        *kernels,
+        *defined,
+        pair[:, :H],
+        pair_rms_norm(ids.cpu(), x.cpu(), weight.cpu(), x.cpu(), weight.cpu(), EPS)[:, H:],
+    ):
+        assert got.dtype == dtype and float((got.cpu() == want).float().mean()) > 0.99

@@ -46,6 +46,15 @@ def all_rope_keys(raw: dict[str, Any], where: str) -> dict[str, Any]:
     return merged
 
 
+MROPE = ("mrope_section", "mrope_interleaved")  # which of three positions turns which pairs: in a text all three are one
+
+
+def without_mrope(raw: dict[str, Any], where: str) -> dict[str, Any]:
+    """The config without keys that change nothing in texts."""
+    rope = {key: mapping(raw, key, where) for key in ("rope_parameters", "rope_scaling") if raw.get(key) is not None}
+    return {**raw, **{key: {name: x for name, x in said.items() if name not in MROPE} for key, said in rope.items()}}
+
+
 def rope_type(merged: dict[str, Any], where: str) -> str:
     """By its name of today or the older one."""
     kind = merged.get("rope_type", merged.get("type", "default"))

@@ -65,6 +65,6 @@ def unwrapped(raw: dict[str, Any], where: str) -> dict[str, Any]:
         raise NotComputedHere(f"{where}: unknown config keys {', '.join(unknown)}; they may change what the model computes")
     said = {key: value for key, value in outer.items() if value is not None}
     for key in ("tie_word_embeddings", "quantization_config"):
-        if inner.get(key) is not None and said.get(key, inner[key]) != inner[key]:
+        if inner.get(key) is not None and key in said and said[key] != inner[key]:
             raise ValueError(f"{where}: {key} must be the same in text_config, got {said[key]!r} and {inner[key]!r}"[:500])
     return {**outer, **{key: value for key, value in inner.items() if value is not None}, "model_type": raw["model_type"]}

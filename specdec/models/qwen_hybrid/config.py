@@ -10,9 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 from specdec.attention.kinds import FULL, RECURRENT, LayerKind
-from specdec.models.checkpoints.config_values import MAX_LAYERS, NotComputedHere, flag, mapping, text, whole
+from specdec.models.checkpoints.config_values import MAX_LAYERS, NotComputedHere, flag, text, whole
 from specdec.models.checkpoints.mtp_names import count_key
 from specdec.models.config import ModelConfig
+from specdec.models.keys.rope import without_mrope
 from specdec.models.keys.shared import require
 from specdec.models.keys.wrappers import WRAPPERS
 from specdec.models.mixtures.keys import TOP_K, layer_numbers, only, read_decoder, with_experts
@@ -27,10 +28,9 @@ LINEAR = "linear_attention"  # in a config's layer_types
 _COMMON = (
     "attention_bias attn_output_gate full_attention_interval layer_types linear_conv_kernel_dim linear_key_head_dim "
     "linear_num_key_heads linear_num_value_heads linear_value_head_dim mamba_ssm_dtype mlp_only_layers "
-    f"mtp_use_dedicated_embeddings output_gate_type {count_key(DENSE[0])}"
+    f"mtp_use_dedicated_embeddings output_gate_type use_sliding_window {count_key(DENSE[0])}"
 )
 _MIXTURES = "moe_intermediate_size num_experts shared_expert_intermediate_size"
-_MROPE = ("mrope_section", "mrope_interleaved")  # which of three positions turns which pairs: in a text all three are one
 # What transformers' classes mean by sizes that a config does not say.
 _SIZES = {
     "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
@@ -42,10 +42,7 @@ _MOE_SIZES = {**_NEXT_SIZES, "num_experts": 256, TOP_K: 8}
 
 def parse_qwen_hybrid(raw: dict[str, Any], where: str) -> ModelConfig:
     """A target's config.  ValueError names `where` (the file), the key, what was expected and what was found."""
-    family, rope = raw["model_type"], {}
-    for key in ("rope_parameters", "rope_scaling"):
-        rope[key] = {name: value for name, value in mapping(raw, key, where).items() if name not in _MROPE}
-    said = {**raw, **{key: value for key, value in rope.items() if raw.get(key) is not None}}
+    family, said = raw["model_type"], without_mrope(raw, where)
     if family in MIXTURE:  # the class has no such key: every layer is a mixture
         only(raw, where, mlp_only_layers=[])
         said.setdefault("intermediate_size", _MOE_SIZES["moe_intermediate_size"])
@@ -56,6 +53,7 @@ def parse_qwen_hybrid(raw: dict[str, Any], where: str) -> ModelConfig:
     if config.quantization is not None and family in WRAPPERS:
         config = replace(config, quantization=replace(config.quantization, inside=WRAPPERS[family].inside))
     only(raw, where, attn_output_gate=True, mamba_ssm_dtype="float32", mtp_use_dedicated_embeddings=False)
+    only(raw, where, use_sliding_window=False)
     if (gate := text(raw, "output_gate_type", where)) not in (None, "swish", "silu"):
         raise NotComputedHere(f"{where}: output_gate_type must be 'swish' or 'silu', which are one, got {gate!r}")
     biased = flag(raw, "attention_bias", where)

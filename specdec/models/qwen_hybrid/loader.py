@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from specdec.models.checkpoints.checkpoint import Checkpoint
+from specdec.models.checkpoints.checkpoint import Checkpoint, config_path
 from specdec.models.checkpoints.frame import Family
 from specdec.models.checkpoints.loader import (
     Parts,
@@ -106,15 +106,30 @@ def _expect(checkpoint: Checkpoint, config: ModelConfig) -> None:
     H, D, sizes = config.hidden_size, config.head_dim, config.recurrent
     assert sizes is not None
     recurrent = config.recurrent_layers
+    _expect_kinds(checkpoint, config)
     attention = f"model.layers.{min(set(range(config.num_layers)) - set(recurrent))}.self_attn"
     checkpoint.expect_matrix(f"{attention}.q_proj", (2 * config.num_heads * D, H), "num_attention_heads, head_dim, hidden_size")
     checkpoint.expect_matrix(f"{attention}.k_proj", (config.num_kv_heads * D, H), "num_key_value_heads, head_dim, hidden_size")
     net, outputs = f"model.layers.{recurrent[0]}.linear_attn", sizes.kinds[2]
     fused, rows = ("in_proj_qkvz", sizes.channels + outputs) if config.family == NEXT else ("in_proj_qkv", sizes.channels)
     checkpoint.expect_matrix(f"{net}.{fused}", (rows, H), "the linear_* sizes of heads and hidden_size")
+    checkpoint.expect(f"{net}.conv1d.weight", (sizes.channels, 1, sizes.taps), "linear_conv_kernel_dim")
     checkpoint.expect(f"{net}.A_log", (sizes.value_heads,), "linear_num_value_heads")
     checkpoint.expect(f"{net}.norm.weight", (sizes.value_width,), "linear_value_head_dim")
     expect_mixture(checkpoint, config, NAMES)
+
+
+def _expect_kinds(checkpoint: Checkpoint, config: ModelConfig) -> None:
+    """ValueError if a layer is of one kind by config.json and of the other by its tensors."""
+    for layer in range(config.num_layers):
+        by_config = layer in config.recurrent_layers
+        held = [f"model.layers.{layer}.{name}" in checkpoint for name in ("self_attn.q_norm.weight", "linear_attn.A_log")]
+        if held[not by_config] and not held[by_config]:
+            kinds = "full_attention", LINEAR
+            raise ValueError(
+                f"{config_path(checkpoint.folder)}: layer {layer} is of {kinds[by_config]} by layer_types (or by "
+                f"full_attention_interval where that is absent), but of {kinds[not by_config]} by its tensors"
+            )
 
 
 PARTS: Parts = {

@@ -98,6 +98,7 @@ def test_random_traffic(page_size: int, budget: int) -> None:
     states_balance(engine, memory)
     assert not memory.rows and not scheduler.admission.allocations
     for request in requests:
+        assert request.error is None or isinstance(request.error, MemoryError), "what the runner has found ends a request"
         if not request.cancelled and request.error is None:
             assert request.output.token_ids == memory.output(request)
         assert request.stats.cached_tokens == memory.begun.get(request, request.stats.cached_tokens)
@@ -213,6 +214,13 @@ def test_a_chunk_that_fails_keeps_nothing() -> None:
 def test_the_state_that_was_used_least_recently_goes_first() -> None:
     engine, (a, b, c) = engine_of(4, 2, WHOLE), (some(seed, 83) for seed in (1, 2, 3))
     assert cached(engine, [a, b, a, c, a, b]) == [0, 0, 80, 0, 80, 0]
+
+
+def test_a_system_prompts_state_does_not_go_first() -> None:
+    """Keeps out: a state that others need, dropped because one text that went on after it has kept a later one."""
+    engine, system = engine_of(4, 3, WHOLE), some(4, 97)
+    endings = [[*system, i, *some(i, 40)] for i in (0, 1, 2)]
+    assert cached(engine, [*endings, some(9, 83), [*system, 1, 1, *some(8, 40)]]) == [0, 0, 96, 0, 96]
 
 
 def test_many_of_one_prompt_at_once_keep_one_state() -> None:

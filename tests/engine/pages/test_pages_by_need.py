@@ -105,6 +105,7 @@ def test_random_traffic_in_a_tiny_pool(kinds: list[LayerKind], caching: bool, mo
         balanced(engine)
         stepped_back, resumed, ended = stepped_back + totals.stepped_back, resumed + memory.resumed, ended + len(requests)
         for request in requests:
+            assert request.error is None or isinstance(request.error, MemoryError), "what the runner has found ends a request"
             if not request.cancelled and request.error is None:
                 assert request.output.token_ids == memory.output(request)
                 request.stats.check_identity(len(request.output.token_ids))

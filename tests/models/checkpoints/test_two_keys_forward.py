@@ -137,7 +137,7 @@ GROUPS = {
             (DOTS, {"sliding_window": 8, "max_window_layers": 1, "layer_types": ABSENT}, SAME),
             (DOTS, {"sliding_window": 8, "max_window_layers": 0, "layer_types": MIXED}, SAME),
             (DOTS, {"sliding_window": None, "layer_types": MIXED}, "but no sliding_window is switched on"),
-            (DOTS, {"use_sliding_window": True}, "use_sliding_window must be False"),
+            ((*DOTS, *HYBRIDS), {"use_sliding_window": True}, "use_sliding_window must be False"),
             (("mixtral",), {"sliding_window": 8, "use_sliding_window": False}, "unknown config keys use_sliding_window"),
             (GPT, {"sliding_window": 6, "layer_types": [FULL, WINDOWED]}, SAME),
             (GPT, {"sliding_window": 6, "layer_types": ABSENT, "use_sliding_window": False, "max_window_layers": 9}, SAME),

@@ -13,7 +13,7 @@ from toolkit.checkpoints.mixtures import fuse
 from toolkit.checkpoints.plans import plan_memory
 from toolkit.oracles.quantised import SCHEMES, as_quantised
 from toolkit.parallel.decoders import with_ranks
-from toolkit.recurrent.targets import tiny_hybrid
+from toolkit.recurrent.targets import COMMON, DENSE, tiny_hybrid
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm
 
 from specdec import SamplingParams, SpecDecoder
@@ -167,7 +167,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"linear_num_key_heads": 4},
         r"in_proj_qkvz.* must have shape \(160, 32\), got \(128, 32\).*linear_\* sizes",
     ),
-    ("qwen3_next", {"linear_conv_kernel_dim": 3}, r"conv1d.*must have shape \(80, 1, 3\), got \(80, 1, 4\)"),
+    ("qwen3_next", {"linear_conv_kernel_dim": 3}, r"conv1d.*\(80, 1, 3\), got \(80, 1, 4\).*linear_conv_kernel_dim"),
+    (
+        "qwen3_next",
+        {"layer_types": None},
+        "layer 2 is of linear_attention by layer_types .*but of full_attention by its tensors",
+    ),
     ("qwen3_next", {"layer_types": ["linear_attention"] * 4}, "layers must be of both kinds"),
     ("qwen3_next", {"layer_types": ["sliding_attention"] * 4}, "layer_types must be 4 of full_attention or linear_attention"),
     ("qwen3_5_text", {"attn_output_gate": False}, "attn_output_gate must be True, got False"),
@@ -177,6 +182,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_5_text", {"rope_parameters": {"rope_type": "longrope"}}, "rope type must be default, linear or llama3"),
     ("qwen3_5", {"deepstack": True}, "unknown config keys deepstack"),
     ("qwen3_5", {"text_config": None}, "lacks text_config"),
+    (
+        "qwen3_5",
+        {"text_config": {**COMMON, **DENSE, "model_type": "qwen3_5_text", "quantization_config": float("nan")}},
+        "quantization_config must be an object",
+    ),
     ("qwen3_5", {"tie_word_embeddings": True}, "tie_word_embeddings must be the same in text_config"),
     ("qwen3_5_moe", {"model_type": "qwen3_5"}, "model_type must be 'qwen3_5_text', got 'qwen3_5_moe_text'"),
 ]
