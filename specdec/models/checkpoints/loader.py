@@ -226,7 +226,7 @@ def fill_norm(norm: RMSNorm, checkpoint: Checkpoint, prefix: str) -> None:
         return
     norm.weight = widened(norm.weight)
     copy_(norm.weight, checkpoint, f"{prefix}.weight")
-    norm.weight += 1
+    norm.weight.add_(1)
 
 
 def widened(weight: Tensor) -> nn.Buffer:
@@ -276,7 +276,7 @@ def _fill_head_norms(attention: SelfAttention, norm: HeadsRMSNorm, checkpoint: C
             heads.copy_((norm_D if turned is None else turned(norm_D)).expand_as(heads))
         checkpoint.landed(name, heads)
     if norm.zero_centred:
-        norm.weight += 1
+        norm.weight.add_(1)
 
 
 def fill_mlp(mlp: MLP, checkpoint: Checkpoint, prefix: str) -> None:

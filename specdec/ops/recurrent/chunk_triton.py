@@ -42,7 +42,7 @@ def chunk_rule_kernel(
     to_state_KV = state + h * K * V + tl.arange(0, BLOCK_K)[:, None] * V + v[None, :]
     tiles = ()
     for step in tl.static_range(K // BLOCK_K):
-        tiles = tiles + (tl.load(to_state_KV + tl.load(read + part) * stride_state + step * BLOCK_K * V),)
+        tiles = tiles + (tl.load(to_state_KV + tl.load(read + part) * stride_state + step * BLOCK_K * V),)  # type: ignore[assignment]
     first = kept_at * 0
     while first < tokens:
         end = tl.minimum(first + BLOCK_N, tl.where(first < kept_at, kept_at, tokens))
@@ -77,7 +77,7 @@ def _with_tokens(
     added = ()
     for step in tl.static_range(K // BLOCK_K):
         k_NK = tl.load(from_k_NK + step * BLOCK_K, mask=ok_N[:, None], other=0.0)
-        added = added + (multiplied(tl.trans(k_NK), u_NV, tiles[step] * faded, PRECISION),)
+        added = added + (multiplied(tl.trans(k_NK), u_NV, tiles[step] * faded, PRECISION),)  # type: ignore[assignment]
     return added
 
 

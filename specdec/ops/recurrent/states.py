@@ -74,5 +74,5 @@ class ChunkSteps(NamedTuple):
 
 def lie_whole(steps: TreeSteps | ChunkSteps) -> bool:
     """Whether the tensors that kernels read are contiguous.  They read no parents of chains, which all rows may share."""
-    unread = isinstance(steps, TreeSteps) and steps.is_chain
-    return all(x.is_contiguous() for x in steps if isinstance(x, Tensor) and not (unread and x is steps.parents_BN))
+    unread = steps.parents_BN if isinstance(steps, TreeSteps) and steps.is_chain else None
+    return all(x.is_contiguous() for x in steps if isinstance(x, Tensor) and x is not unread)

@@ -131,7 +131,7 @@ def _states_with_paths(
     last = tl.load(decay_left + end * H, mask=accepted > 0, other=0.0, cache_modifier=".cg")
     tiles = ()
     for step in tl.static_range(K // BLOCK_K):
-        tiles = tiles + (tl.exp(last) * tl.load(state_KV + step * BLOCK_K * V, cache_modifier=".cg"),)
+        tiles = tiles + (tl.exp(last) * tl.load(state_KV + step * BLOCK_K * V, cache_modifier=".cg"),)  # type: ignore[assignment]
     for first in range(0, accepted, GROUP):
         for e in tl.static_range(GROUP):  # all of which are read at once
             ok = first + e < accepted
@@ -142,7 +142,7 @@ def _states_with_paths(
             added = ()
             for step in tl.static_range(K // BLOCK_K):
                 part_K = tl.load(k_K + step * BLOCK_K, mask=ok, other=0.0, cache_modifier=".cg")
-                added = added + (tiles[step] + part_K[:, None] * u_V[None, :],)
+                added = added + (tiles[step] + part_K[:, None] * u_V[None, :],)  # type: ignore[assignment]
             tiles = added
     return tiles
 
