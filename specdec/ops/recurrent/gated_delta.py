@@ -82,6 +82,24 @@ def of_value_heads(x_BNGK: Tensor, heads: int) -> Tensor:
     return x_BNGK.repeat_interleave(heads // x_BNGK.shape[2], dim=2)
 
 
+def without_broken(tokens: RuleInputs) -> tuple[RuleInputs, Tensor]:
+    """(the tokens with zeros for what is not finite, which outputs these say nothing of [B, N, H, V]).
+
+    A node of a tree whose numbers overflow must reach no node beside it, and masks are products, through which NaN goes.  No
+    text goes on after it: its own output is NaN.
+    """
+    q, k_BNGK, v, decay, beta = tokens
+    sound_BNG1 = k_BNGK.isfinite().all(-1, keepdim=True)
+    sound_BNH1 = q.isfinite().all(-1, keepdim=True) & of_value_heads(sound_BNG1, v.shape[2])
+    sound_BNH1 = sound_BNH1 & (decay.isfinite() & beta.isfinite())[..., None]
+    sound_BNHV, sound_BNH = sound_BNH1 & v.isfinite(), sound_BNH1[..., 0]
+    k_BNGK = k_BNGK.where(sound_BNG1, 0)
+    inputs = RuleInputs(
+        q.where(sound_BNH1, 0), k_BNGK, v.where(sound_BNHV, 0), decay.where(sound_BNH, 0), beta.where(sound_BNH, 0)
+    )
+    return inputs, sound_BNHV
+
+
 def on_paths(state_BHKV: Tensor, tokens: RuleInputs, mask_BNN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(outputs [B, N, H, V], u [B, N, H, V], log-decays summed along each node's path [B, N, H]).
 
@@ -129,7 +147,9 @@ def tree_outputs(y_TC: Tensor, gates: Gates, layer: LayerStates, steps: TreeStep
     at_BE = left_B[:, None], steps.path_BE
     k_BEHK = of_value_heads(layer.k_LNGK[at_BE], heads)
     state_BHKV = with_path(layer.state_PHKV[steps.read_B], k_BEHK, layer.u_LNHV[at_BE], layer.decay_LNH[at_BE], steps.count_B)
-    out_BNHV, u_BNHV, summed_BNH = on_paths(state_BHKV, tokens, ancestors(steps))
+    sound, sound_BNHV = without_broken(tokens)
+    out_BNHV, u_BNHV, summed_BNH = on_paths(state_BHKV, sound, ancestors(steps))
+    out_BNHV = out_BNHV.masked_fill(~sound_BNHV, torch.nan)
     layer.state_PHKV.index_copy_(0, steps.write_B, state_BHKV)
     for kept, new in ((layer.k_LNGK, tokens.k_BNGK), (layer.u_LNHV, u_BNHV), (layer.decay_LNH, summed_BNH)):
         kept[steps.write_B, :N] = new

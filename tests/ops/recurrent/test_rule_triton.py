@@ -46,6 +46,32 @@ def test_trees_equal_the_definition(sizes: Sizes, nodes: int, kind: str, before:
     equal_memory(layer, now.layer, 1e-5)
 
 
+@pytest.mark.parametrize("broken", ["query", "key", "value", "decay", "strength"])
+def test_a_broken_node_reaches_those_below_it_alone(broken: str) -> None:
+    """Keeps out: a draft token that overflows and fails a request, which without drafts would have gone on."""
+    now = in_the_middle(ALIKE, 20, False, torch.float32, seed=3, before=2)
+    node, parents = 4, now.steps.parents_BN
+    below_BN = parents == -1  # nodes that are the broken one, or below it
+    below_BN[:, node] = True
+    for child in range(node + 1, 20):
+        below_BN[:, child] |= below_BN.gather(1, parents[:, child : child + 1])[:, 0]
+    y, a, b = now.x_TC.clone(), now.a_TH.clone(), now.b_TH.clone()
+    clean = tree_outputs(y, now.weights.gates(a, b), copied(now.layer, torch.device("cpu")), now.steps)
+    for row in range(len(parents)):
+        at, columns = 20 * row + node, {"query": 1, "key": ALIKE.G * ALIKE.K + 1, "value": 2 * ALIKE.G * ALIKE.K + 1}
+        if broken in columns:
+            y[at, columns[broken]] = torch.inf if row % 2 else torch.nan
+        (a if broken == "decay" else b)[at, 0] = torch.nan if broken in ("decay", "strength") else 0.0
+    gates, layer = now.weights.gates(a, b), copied(now.layer, DEVICE)
+    got = launch_tree_rule(y.to(DEVICE), on_device(gates), layer, moved(now.steps, DEVICE)).cpu()
+    want = tree_outputs(y, gates, now.layer, now.steps)
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5, equal_nan=True)
+    equal_memory(layer, now.layer, 1e-5)
+    beside_T = ~below_BN.flatten()
+    torch.testing.assert_close(want[beside_T], clean[beside_T])
+    assert beside_T.any() and want.view(*parents.shape, -1)[:, node].isnan().any(-1).all()
+
+
 @pytest.mark.parametrize(
     ("sizes", "lengths", "kept", "after", "dtype"),
     [
