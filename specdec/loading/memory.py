@@ -8,6 +8,7 @@ This module knows models' configs, settings and bytes; it allocates nothing.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
 from operator import mul
 from typing import NamedTuple
@@ -198,7 +199,13 @@ def _kept_states(plan: StatePlan, settings: EngineSettings, memory: float) -> in
             f"state_cache must hold a state, {least} bytes here, and leave some of the {most} bytes for pages, got {asked!r}; "
             f"nearest setting that works: state_cache={nearest}"
         )
-    return min(MAX_KEPT_STATES, int(size / plan.state_bytes))
+    if not (kept := min(MAX_KEPT_STATES, int(size / plan.state_bytes))):
+        warnings.warn(
+            f"prefix_caching=True finds nothing: a state of this target takes {plan.state_bytes} bytes, and state_cache='auto' "
+            f"is a tenth of {int(memory)}; nearest setting that finds something: state_cache={plan.state_bytes}",
+            stacklevel=2,
+        )
+    return kept
 
 
 def pool_bytes(device: torch.device, asked: str | int | float = "auto") -> float:

@@ -159,3 +159,10 @@ def test_on_a_gpu_the_pool_takes_a_share_of_what_is_free(tmp_path: Path) -> None
     with SpecDecoder.from_pretrained(folder, device="cuda", **settings) as decoder:
         plan = plan_pool(decoder.model, None, decoder.settings)
         assert (64 << 20) - plan.page_bytes[0] < plan.bytes <= 64 << 20
+
+
+def test_a_tenth_that_holds_no_state_is_said(zoo: Zoo) -> None:
+    """Keeps out: prefix caching that was asked for, finds nothing, and does not say so."""
+    settings: dict[str, Any] = {"prefix_caching": True, "max_batch_size": 1, "max_seq_len": 32}
+    with pytest.warns(UserWarning, match="prefix_caching=True finds nothing: .* nearest setting .* state_cache="):
+        zoo.decoder("qwen3_5_text", "ngram", SpecConfig(1, 1, 2), kv_cache_memory=60_000, **settings)
