@@ -30,6 +30,7 @@ from specdec.draft.mtp.spec import MtpSpec
 from specdec.models.causal_lm import CausalLM
 from specdec.models.checkpoints.loader import build
 from specdec.models.config import ModelConfig
+from specdec.models.layers import HeadsRMSNorm, RMSNorm
 from specdec.models.qwen_hybrid.config import parse_qwen_hybrid
 from specdec.models.qwen_hybrid.modules import GatedDeltaNet, hybrid_layer
 from specdec.models.sharding import join
@@ -79,9 +80,11 @@ def config_of(model: str, layers: int | None) -> ModelConfig:
 
 
 def fill_hybrid(model: nn.Module) -> None:
-    """What a checkpoint would bring in float32: decays of a token between none and a half."""
+    """What a checkpoint would bring in float32: decays of a token between none and a half, and norms by one."""
     fill_buffers(model)
     for module in model.modules():
+        if isinstance(module, RMSNorm | HeadsRMSNorm) and module.zero_centred:
+            module.weight = nn.Buffer(torch.ones_like(module.weight, dtype=torch.float32))
         if isinstance(module, GatedDeltaNet):
             module.A_log_V.uniform_(-3, 0)
             module.dt_bias_V.uniform_(-1, 1)
@@ -95,7 +98,7 @@ def random_mtp(target: CausalLM, max_positions: int) -> MtpHead:
     head = build(lambda: MtpHead(spec, max_positions), target.embed_tokens.weight.device, torch.bfloat16)
     for parameter in head.parameters():
         parameter.normal_(std=0.02) if parameter.dim() > 1 else parameter.fill_(1.0)
-    fill_buffers(head)
+    fill_hybrid(head)
     head.borrow(target)
     join(head, ALONE)
     return head
@@ -115,7 +118,8 @@ def main() -> None:
     config, longest, rows = config_of(args.model, args.layers), PROMPT + 2048, list[dict[str, Any]]()
     aux = (1, config.num_layers // 2 - 1, config.num_layers - 4)
     model, eagle = random_pair(longest, torch.device("cuda", 0), config, aux, make_layer=hybrid_layer)
-    fill_hybrid(model)
+    for each in (model, eagle):
+        fill_hybrid(each)
     drafters = Drafters(random_mtp(model, longest), eagle)
     for case in CASES:
         if args.only and not case.name.startswith(tuple(args.only)):
