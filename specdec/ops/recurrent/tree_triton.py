@@ -80,15 +80,9 @@ def tree_rule_kernel(
         out_NV = faded * q_state + qk * u_NV
     else:
         qk, kk, q_state, k_state, k_length = products(from_k_NK, ok_N, tiles, G, K, PRECISION, PADDED_N, BLOCK_K, BLOCK_V)
-        sound_N = _sound(q_state, k_state, decay_N, beta_N)
-        sound_NV = sound_N[:, None] & (tl.abs(v_NV) < float("inf"))
-        qk, kk = _among(sound_N, qk), _among(sound_N, kk)
-        q_state, k_state = tl.where(sound_N[:, None], q_state, 0.0), tl.where(sound_N[:, None], k_state, 0.0)
-        decay_N, beta_N, v_NV = tl.where(sound_N, decay_N, 0.0), tl.where(sound_N, beta_N, 0.0), tl.where(sound_NV, v_NV, 0.0)
-        out_NV, u_NV, decay_N = rule(
+        out_NV, u_NV, decay_N = _rule_of_sound(
             qk, kk, q_state, k_state, v_NV, decay_N, beta_N, mask_NN, depth_N, PADDED_N, DEPTH, HALVINGS, PRECISION
         )
-        out_NV = tl.where(sound_NV, out_NV, float("nan"))
     tl.store(out + (at_N * H + h)[:, None] * V + v[None, :], out_NV.to(out.dtype.element_ty), mask=ok_N[:, None])
     tl.store(u_left + number * stride_u + (n * H + h)[:, None] * V + v[None, :], u_NV, mask=ok_N[:, None])
     if block == 0:
@@ -99,15 +93,21 @@ def tree_rule_kernel(
 
 
 @triton.jit
-def _sound(q_state_NV, k_state_NV, decay_N, beta_N):
-    """`gated_delta.without_broken`, but for values: numbers that are not finite make NaN of a product with any state."""
+def _rule_of_sound(
+    qk_NN, kk_NN, q_state_NV, k_state_NV, v_NV, decay_N, beta_N, mask_NN, depth_N,
+    N: tl.constexpr, DEPTH: tl.constexpr, HALVINGS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`rule` after `gated_delta.without_broken`.  Numbers that are not finite make NaN of a product with any state."""
     broken_NV = (q_state_NV != q_state_NV) | (k_state_NV != k_state_NV)
-    return (tl.sum(broken_NV.to(tl.int32), 1) == 0) & (tl.abs(decay_N) < float("inf")) & (beta_N == beta_N)
-
-
-@triton.jit
-def _among(sound_N, x_NN):
-    return tl.where(sound_N[:, None] & sound_N[None, :], x_NN, 0.0)
+    sound_N = (tl.sum(broken_NV.to(tl.int32), 1) == 0) & (tl.abs(decay_N) < float("inf")) & (beta_N == beta_N)
+    sound_NN, sound_N1 = sound_N[:, None] & sound_N[None, :], sound_N[:, None]
+    sound_NV = sound_N1 & (tl.abs(v_NV) < float("inf"))
+    out_NV, u_NV, summed_N = rule(
+        tl.where(sound_NN, qk_NN, 0.0), tl.where(sound_NN, kk_NN, 0.0), tl.where(sound_N1, q_state_NV, 0.0),
+        tl.where(sound_N1, k_state_NV, 0.0), tl.where(sound_NV, v_NV, 0.0), tl.where(sound_N, decay_N, 0.0),
+        tl.where(sound_N, beta_N, 0.0), mask_NN, depth_N, N, DEPTH, HALVINGS, PRECISION,
+    )  # fmt: skip
+    return tl.where(sound_NV, out_NV, float("nan")), u_NV, summed_N
 
 
 @triton.jit
