@@ -28,7 +28,7 @@ def tree_convolution(x_TC: Tensor, weight_CZ: Tensor, layer: LayerStates, steps:
     layer.conv_PWC.index_copy_(0, steps.write_B, last_BWC)
     layer.x_LNC[steps.write_B, :N] = x_BNC
     known_BMC = torch.cat((last_BWC, x_BNC), dim=1)
-    at_BN = torch.arange(W, W + N, device=x_TC.device).expand(B, N)
+    at_BN = torch.arange(W, W + N, dtype=torch.int64, device=x_TC.device).expand(B, N)
     above_BN = torch.cat((at_BN[:, :1] - 1, W + steps.parents_BN[:, 1:]), dim=1)  # the root follows the last input
     above_BM = torch.cat((at_BN.new_tensor([0, *range(W - 1)]).expand(B, W), above_BN), dim=1)
     y_BNC = known_BMC.gather(1, at_BN[..., None].expand_as(x_BNC)).to(_wide(x_TC)) * weight_CZ[:, W]
@@ -45,7 +45,7 @@ def _last_inputs(layer: LayerStates, steps: TreeSteps) -> Tensor:
     left_B = steps.read_B.where(count_B > 0, 0)
     x_BEC = layer.x_LNC[left_B].gather(1, steps.path_BE[..., None].expand(-1, -1, conv_BWC.shape[2]))
     both_BMC = torch.cat((conv_BWC, x_BEC), dim=1)
-    at_BW = count_B[:, None] + torch.arange(W, device=count_B.device)
+    at_BW = count_B[:, None] + torch.arange(W, dtype=torch.int64, device=count_B.device)
     assert both_BMC.shape[1] == W + E
     return both_BMC.gather(1, at_BW[..., None].expand_as(conv_BWC))
 

@@ -122,7 +122,7 @@ def on_paths(state_BHKV: Tensor, tokens: RuleInputs, mask_BNN: Tensor) -> tuple[
 
 def with_path(state_BHKV: Tensor, k_BEHK: Tensor, u_BEHV: Tensor, decay_BEH: Tensor, count_B: Tensor) -> Tensor:
     """The states after the first count_B tokens of a path each.  decay_BEH: log-decays summed along it."""
-    places_E = torch.arange(k_BEHK.shape[1], device=count_B.device)
+    places_E = torch.arange(k_BEHK.shape[1], dtype=torch.int64, device=count_B.device)
     on_BE = places_E < count_B[:, None]
     last_BH = decay_BEH.gather(1, (count_B.long() - 1).clamp(min=0)[:, None, None].expand(-1, 1, decay_BEH.shape[2]))[:, 0]
     last_BH = last_BH.where(count_B[:, None] > 0, 0)
@@ -160,7 +160,7 @@ def ancestors(steps: TreeSteps) -> Tensor:
     """[B, N, N] bool: whether node j is i or above i."""
     parents_BN = steps.parents_BN
     B, N = parents_BN.shape
-    nodes_N = torch.arange(N, device=parents_BN.device)
+    nodes_N = torch.arange(N, dtype=torch.int64, device=parents_BN.device)
     mask_BNN = (nodes_N == nodes_N[:, None]).expand(B, N, N)
     above_BN = parents_BN
     for _ in range(steps.max_depth):

@@ -75,7 +75,8 @@ def cuts(served: Served) -> dict[str, int]:
 def test_one_too_many_is_told_so(pair: SpecDecoder) -> None:
     """Keeps out: connections without a bound, or that are dropped without an answer; probes that call a busy server dead; and
     a line in the log for each."""
-    with serve(pair, {"quiet": 0.3}, max_connections=2) as served, Driver(pair).rounds_by_hand() as let_run:
+    # quiet: on a busy machine two refusals may be a second apart
+    with serve(pair, {"quiet": 2.0}, max_connections=2) as served, Driver(pair).rounds_by_hand() as let_run:
         with streaming(served), streaming(served):
             for _ in range(30):
                 answer = served.post(PATH, GOOD)
