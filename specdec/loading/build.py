@@ -85,14 +85,13 @@ def mixing(model: Target, head: DraftModel | None, settings: EngineSettings, bac
     """How chunks and rounds share passes; None: they take turns.
 
     They share none where a pass can't be captured as one graph, where rows must not depend on what is computed with them, where
-    several ranks or an encoder take part, and where layers read latents or a choice of keys.  Nor do trees, whose many nodes
-    leave little to be gained, and rounds of SpecConfig("auto"), which are timed.
+    several ranks or an encoder take part, and where layers read latents or a choice of keys, or keep states by row.  Nor do
+    trees, whose many nodes leave little to be gained, and rounds of SpecConfig("auto"), which are timed.
     """
     least, config, spec = devices.MIXED_COST[settings.device.type], model.config, settings.spec
     is_captured = settings.cuda_graphs and backend.reads_no_lengths and settings.target_backend == "native"
     is_alone = model.group.size == 1 and config.encoder is None and not settings.numerics.is_invariant
-    is_alone = is_alone and config.recurrent is None
-    reads_heads = not config.keeps_latents and config.max_read is None
+    reads_heads = not config.keeps_latents and config.max_read is None and config.recurrent is None
     is_chain = head is None or (spec is not None and not spec.is_auto and spec.topk == 1)
     return Mixing(least) if least and is_captured and is_alone and reads_heads and is_chain else None
 

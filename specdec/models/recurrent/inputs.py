@@ -25,7 +25,7 @@ from specdec.ops.recurrent.states import ChunkSteps, LayerStates, TreeSteps
 class GatedDeltaInputs(LayerInputs):
     """Projections of the pass's tokens, before the convolution.
 
-    x_TC: queries of all key heads, their keys, values of all value heads.  weight_CZ: the convolution's.
+    x_TC: queries of all key heads, their keys, values of all value heads.  weight_CZ: the convolution's.  config: its sizes.
     """
 
     x_TC: Tensor

@@ -8,7 +8,9 @@ import torch
 from toolkit.models import Zoo
 
 from specdec import SpecConfig
+from specdec.loading.memory import plan_states
 from specdec.loading.resolve import check_recurrent
+from specdec.models.recurrent.pool import StatePool
 from specdec.models.recurrent.sizes import RecurrentConfig
 
 FITS = RecurrentConfig(2, 4, 16, 32, 4)
@@ -28,3 +30,14 @@ def test_what_no_kernel_takes_is_refused(zoo: Zoo, sizes: RecurrentConfig, chang
     check_recurrent(settings, FITS)
     with pytest.raises(ValueError, match=said):
         check_recurrent(replace(settings, **changes), sizes)
+
+
+def test_states_take_what_is_planned(zoo: Zoo) -> None:
+    """Keeps out: a plan that leaves memory for pages which the states take."""
+    settings = zoo.decoder("qwen3_next", "eagle1", SpecConfig(3, 4, 12), prefix_caching=True).settings
+    config = zoo.decoder("qwen3_next", None, None).model.config
+    plan = plan_states(config, settings, memory=1e6)
+    assert plan is not None and config.recurrent is not None and plan.kept > 0
+    sizes = plan.numbers, plan.with_nodes, plan.nodes
+    pool = StatePool(config.recurrent, config.recurrent_layers, *sizes, settings.dtype, "cpu")
+    assert pool.bytes == plan.bytes
