@@ -98,5 +98,5 @@ class ExpertCounter:
         if live is not None:
             topk_ids_TK = torch.where(live.tokens(len(topk_ids_TK))[:, None], topk_ids_TK, padding)
         chosen_X = torch.zeros_like(counts_X).index_fill_(0, topk_ids_TK.flatten(), 1)
-        chosen_X[padding] = 1
+        chosen_X[padding:].fill_(1)  # an assignment would copy from the host, which no capture takes
         counts_X += chosen_X

@@ -14,9 +14,10 @@ from specdec.ops.products.formats.quantised import Kind
 
 ExpertsKind = Kind | Literal["dense"]
 ExpertsKernel = Literal["mixture_triton", "few_tokens_triton"]
-# Up to so many tokens, 32 at most, router_triton.py chooses experts and few_tokens_triton.py multiplies with them.  0: never.
-# The kernels have not been timed yet; `python benchmarks products.few_tokens` says from what a number should be chosen here.
-MOST_TOKENS = 0
+# Up to so many tokens router_triton.py chooses experts, and few_tokens_triton.py multiplies with those of these kinds; beyond
+# them, and with other kinds, mixture_triton.py or a library is faster.  Measured on an H200 by benchmarks products.few_tokens.
+MOST_ROUTED = 32
+MOST_TOKENS: dict[ExpertsKind, int] = {"dense": 32, "e4m3": 8, "int4": 8}
 FEW = 64  # threshold in pairs: fewer have too few tiles for all SMs
 MAX_READ = 512  # threshold in pairs: programs find their pairs in more by sorting them first
 
@@ -62,22 +63,30 @@ class MixtureTiles(NamedTuple):
 
 def mixture_tiles(tokens: int, top_k: int, experts: int, kind: ExpertsKind) -> MixtureTiles | None:
     """None: a library multiplies."""
-    if tokens <= MOST_TOKENS:
+    if tokens <= MOST_TOKENS.get(kind, 0):
         return few_tokens_tiles(tokens, kind)
     return None if kind == "dense" else MixtureTiles("mixture_triton", *[expert_tiles(tokens * top_k, experts)] * 2)
 
 
 def few_tokens_tiles(tokens: int, kind: ExpertsKind) -> MixtureTiles:
-    """From the compiler's report, not from a clock yet: no spills, and with dense weights 46 to 70 KB in flight an SM."""
+    """The fastest of those that benchmarks/products/few_tokens.py tries, on an H200."""
     block_m = max(8, 1 << (tokens - 1).bit_length())
-    unroll, stages = (1, 4) if kind == "dense" else (2, 4)
-    gate_up = ExpertTiles(block_m, 32, 2, stages, unroll)
-    return MixtureTiles("few_tokens_triton", gate_up, ExpertTiles(block_m, 16, 1, stages, unroll, 4))
+    if kind != "dense":
+        return _few(ExpertTiles(block_m, 32, 2, 4, 2), ExpertTiles(block_m, 32, 1, 4, 2, 8))
+    if block_m > 8:
+        return _few(ExpertTiles(block_m, 64, 4, 4), ExpertTiles(block_m, 64, 4, 5, splits=4))
+    if tokens == 1:
+        return _few(ExpertTiles(block_m, 32, 2, 4), ExpertTiles(block_m, 32, 2, 4, splits=8))
+    return _few(ExpertTiles(block_m, 32, 1, 5), ExpertTiles(block_m, 16, 1, 4, splits=8))
+
+
+def _few(gate_up: ExpertTiles, down: ExpertTiles) -> MixtureTiles:
+    return MixtureTiles("few_tokens_triton", gate_up, down)
 
 
 def router_tiles(tokens: int) -> RouterTiles | None:
     """None: torch computes logits."""
-    return ROUTER if tokens <= MOST_TOKENS else None
+    return ROUTER if tokens <= MOST_ROUTED else None
 
 
 @cache
