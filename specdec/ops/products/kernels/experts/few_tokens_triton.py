@@ -161,9 +161,10 @@ def few_down_kernel(
         count = tl.sum((mask_D != 0).to(tl.int32), 0)
         if BLOCK_M <= 32:
             mask_D = mask_D.to(tl.int32)
+    low, high = split * count // SPLITS, (split + 1) * count // SPLITS
     acc_NM = _down(
-        x, qweight, scales, zero_points, expert_D, mask_D, i_D, split * count // SPLITS, (split + 1) * count // SPLITS, row_N, T, N, K,
-        J, G, KIND, GROUP_SIZE, SCALES, HAS_ZERO_POINTS, ASM, BLOCK_M, BLOCK_N, UNROLL, STAGES,
+        x, qweight, scales, zero_points, expert_D, mask_D, i_D, low, high, row_N, T, N, K, J, G, KIND, GROUP_SIZE, SCALES,
+        HAS_ZERO_POINTS, ASM, BLOCK_M, BLOCK_N, UNROLL, STAGES,
     )  # fmt: skip
     if (HAS_BIAS or HAS_SHARED) and split == 0:
         if HAS_BIAS:
