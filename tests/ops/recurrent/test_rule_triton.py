@@ -6,7 +6,7 @@ from toolkit.kernels import DEVICE
 from toolkit.recurrent.made import Sizes
 from toolkit.recurrent.rounds import copied, equal_memory, in_the_middle, inputs, moved, parts_of
 
-from specdec.ops.recurrent.chunk_triton import launch_chunk_rule
+from specdec.ops.recurrent.chunks.launch import launch_chunk_rule
 from specdec.ops.recurrent.gated_delta import Gates, chunk_outputs, tree_outputs
 from specdec.ops.recurrent.tree_triton import launch_tree_rule
 
