@@ -38,7 +38,16 @@ BANDWIDTH = 4.48e12  # of an H200, as rounds/round_8b.py has it
 G, H, WIDTH, TAPS, CALLS, PENDING, PROMPT = 16, 48, 128, 4, 8, 3, 8192
 CHANNELS = (2 * G + H) * WIDTH
 SHAPES = {1: (1, 0, 1), 6: (6, 5, 6), 32: (32, 5, 6), 60: (60, 7, 8)}  # nodes, depth, places of a path
-TREE_TILES = [RuleTiles(*each) for each in ((16, 32, 4), (32, 32, 4), (64, 32, 4), (64, 32, 8), (32, 64, 4), (128, 32, 8))]
+# By nodes: one, at most 8, more.
+STEP_TILES = [RuleTiles(*each) for each in ((16, 32, 1), (32, 32, 1), (32, 32, 2), (64, 32, 2), (64, 32, 4), (128, 32, 4))]
+FEW_TILES = [
+    RuleTiles(*each, 1)
+    for each in ((16, 32, 1), (16, 64, 1), (32, 32, 1), (32, 32, 2), (32, 64, 2), (64, 32, 2), (64, 32, 4), (128, 32, 8))
+]
+MANY_TILES = [
+    RuleTiles(*each)
+    for each in ((16, 32, 1, 4), (32, 32, 2, 1), (32, 32, 2, 2), (32, 32, 2, 4), (32, 32, 4, 4), (64, 32, 4, 2), (64, 32, 4, 4), (64, 64, 4, 4), (64, 32, 8, 4))
+]
 CHUNK_TILES = [
     (16, RuleTiles(32)), (16, RuleTiles(64)), (32, RuleTiles(16)), (32, RuleTiles(32)), (32, RuleTiles(64)),
     (32, RuleTiles(64, 32, 8)), (64, RuleTiles(32)), (64, RuleTiles(32, 32, 8)),
@@ -120,7 +129,7 @@ def measure_tree(B: int, N: int, every: bool) -> dict[str, Any]:
         "norm": time_calls(lambda _: gated_norm(out, world.z, world.norm, 1e-6)),
     }  # fmt: skip
     tried = {}
-    for tiles in TREE_TILES if every else ():
+    for tiles in (STEP_TILES if N == 1 else FEW_TILES if N <= 8 else MANY_TILES) if every else ():
         with suppress(OutOfResources):
             tried[str(tuple(tiles))] = time_calls(lambda call: rule(call, tiles))  # noqa: B023
     return row | ({"tried": tried} if every else {})

@@ -1,9 +1,10 @@
-"""The kernel of `gated_delta.tree_outputs`: a program computes some columns of a head's values for a whole tree.
+"""The kernels of `gated_delta.tree_outputs`: a program computes some columns of a head's values for a whole tree.
 
 It reads its part of the state once, adds the pending path, and writes it once.  All of that but the writing comes before its
-wait: states and what nodes left are a round old.  No program reads what another one writes: see states.py.
+wait: states and what nodes left are a round old.  What nodes have to do with each other comes from nodes_triton.py, which runs
+before; trees of one node need none of it (step_triton.py).  No program reads what another one of its launch writes.
 
-Shapes: as of gated_delta.py.
+Shapes: as of gated_delta.py; P: rows and columns of the nodes' matrices, N or more.
 """
 
 from __future__ import annotations
@@ -17,170 +18,126 @@ from torch import Tensor
 
 from specdec.ops.launch import chained
 from specdec.ops.recurrent.gated_delta import Gates
-from specdec.ops.recurrent.shared_triton import EPS, PRECISION, log_decays, products, rule, squares, strengths
+from specdec.ops.recurrent.nodes_triton import tree_nodes_kernel
+from specdec.ops.recurrent.path_triton import states_with_paths
+from specdec.ops.recurrent.shared_triton import PRECISION, multiplied
 from specdec.ops.recurrent.states import LayerStates, TreeSteps, lie_whole
+from specdec.ops.recurrent.step_triton import step_rule_kernel
 
-GROUP = 8  # accepted nodes that are read at once
+GROUP = 4  # accepted nodes that are read at once
 
 
 class RuleTiles(NamedTuple):
-    """A program's columns of values, the rows of the state that it multiplies at once, and its warps."""
+    """A program's columns of values, the rows of the state that it multiplies at once, its warps, and those of nodes_triton.py."""
 
     block_v: int
     block_k: int = 32
     warps: int = 4
+    node_warps: int = 4
 
 
 def tree_tiles(sequences: int, nodes: int, value_heads: int) -> RuleTiles:
-    """More columns share what a head's programs all compute.  Nothing of this is timed yet.
-
-    On Hopper GPUs 32 columns spill no register up to 32 nodes, and 72 bytes of 60; 64 columns of 32 nodes spill 132 bytes.
-    """
-    return RuleTiles(64 if 16 < nodes <= 32 and sequences * value_heads >= 128 else 32)
+    if nodes <= 8:
+        return RuleTiles(16, 32, 1, 1)
+    return RuleTiles(32, 32, 2, 4)
 
 
 @triton.jit
 def tree_rule_kernel(
-    y, a, b,  # [B * N, 2 G K + H V], [B * N, H] twice
-    A_log, dt_bias,  # [H]
+    y,  # [B * N, 2 G K + H V]
+    solved,  # [B, H, 2 P P + 2 P]: see nodes_triton.py
     state,  # [P, H, K, V]
     k_left, u_left, decay_left,  # [L, .., G, K], [L, .., H, V], [L, .., H]
     read, write, count,  # [B]
     path,  # [B, E]
-    parents,  # [B, N]
     out,  # [B * N, H, V]
-    stride_y, stride_a, stride_b, stride_state, stride_k, stride_u, stride_decay,
+    stride_y, stride_state, stride_k, stride_u, stride_decay,
     N: tl.constexpr, E: tl.constexpr, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    DEPTH: tl.constexpr, CHAIN: tl.constexpr, HALVINGS: tl.constexpr, PRECISION: tl.constexpr,
-    PADDED_N: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
+    PRECISION: tl.constexpr, P: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     row, h, block = tl.program_id(1).to(tl.int64), tl.program_id(0) // (V // BLOCK_V), tl.program_id(0) % (V // BLOCK_V)
-    g, n, v = h // (H // G), tl.arange(0, PADDED_N), block * BLOCK_V + tl.arange(0, BLOCK_V)
+    g, v = h // (H // G), block * BLOCK_V + tl.arange(0, BLOCK_V)
     number, accepted = tl.load(read + row, cache_modifier=".cg"), tl.load(count + row, cache_modifier=".cg")
     to_state_KV = state + h * K * V + tl.arange(0, BLOCK_K)[:, None] * V + v[None, :]
-    tiles = _states_with_paths(
+    tiles = states_with_paths(
         to_state_KV + number * stride_state, k_left + number * stride_k + g * K,
         u_left + number * stride_u + h * V + v, decay_left + number * stride_decay + h, path + row * E, accepted,
         G, H, K, V, GROUP, BLOCK_K,
     )  # fmt: skip
-    mask_NN, depth_N = _ancestors(parents + row * N, N, DEPTH, CHAIN, PADDED_N)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     number = tl.load(write + row)
     for step in tl.static_range(K // BLOCK_K):
         tl.store(to_state_KV + number * stride_state + step * BLOCK_K * V, tiles[step])
-    at_N, ok_N = row * N + n, n < N
-    from_k_NK = y + (G + g) * K + at_N[:, None] * stride_y + tl.arange(0, BLOCK_K)[None, :]
-    from_v_NV = y + 2 * G * K + h * V + at_N[:, None] * stride_y + v[None, :]
-    v_NV = tl.load(from_v_NV, mask=ok_N[:, None], other=0.0).to(tl.float32)
-    decay_N = log_decays(tl.load(a + at_N * stride_a + h, mask=ok_N, other=0.0), A_log + h, dt_bias + h)
-    beta_N = strengths(tl.load(b + at_N * stride_b + h, mask=ok_N, other=0.0))
-    if N == 1:
-        qk, q_state, k_state, k_length = _products_of_one(from_k_NK, ok_N, tiles, G, K, BLOCK_K, BLOCK_V)
-        faded = tl.exp(decay_N)[:, None]
-        u_NV = beta_N[:, None] * (v_NV - faded * k_state)
-        out_NV = faded * q_state + qk * u_NV
+    y, own, u_left = y + row * N * stride_y, solved + (row * H + h) * (2 * P * P + 2 * P), u_left + number * stride_u + h * V
+    from_q, from_v, out = y + g * K, y + 2 * G * K + h * V + v, out + (row * N * H + h) * V + v
+    if P == 8:
+        _few_nodes(
+            from_q, from_v, own, tiles, out, u_left + v, stride_y, N, G, H, K, V, PRECISION, P, BLOCK_K, BLOCK_V
+        )  # fmt: skip
     else:
-        qk, kk, q_state, k_state, k_length = products(from_k_NK, ok_N, tiles, G, K, PRECISION, PADDED_N, BLOCK_K, BLOCK_V)
-        out_NV, u_NV, decay_N = _rule_of_sound(
-            qk, kk, q_state, k_state, v_NV, decay_N, beta_N, mask_NN, depth_N, PADDED_N, DEPTH, HALVINGS, PRECISION
-        )
-    tl.store(out + (at_N * H + h)[:, None] * V + v[None, :], out_NV.to(out.dtype.element_ty), mask=ok_N[:, None])
-    tl.store(u_left + number * stride_u + (n * H + h)[:, None] * V + v[None, :], u_NV, mask=ok_N[:, None])
-    if block == 0:
-        tl.store(decay_left + number * stride_decay + n * H + h, decay_N, mask=ok_N)
-        if h % (H // G) == 0:
-            to_k_NK = k_left + number * stride_k + (n * G + g)[:, None] * K + tl.arange(0, BLOCK_K)[None, :]
-            _leave_keys(to_k_NK, from_k_NK, k_length, ok_N, K, BLOCK_K)
+        _many_nodes(
+            from_q, from_v, own, tiles, out, u_left + v, stride_y, N, G, H, K, V, PRECISION, P, BLOCK_K, BLOCK_V
+        )  # fmt: skip
 
 
 @triton.jit
-def _rule_of_sound(
-    qk_NN, kk_NN, q_state_NV, k_state_NV, v_NV, decay_N, beta_N, mask_NN, depth_N,
-    N: tl.constexpr, DEPTH: tl.constexpr, HALVINGS: tl.constexpr, PRECISION: tl.constexpr,
+def _few_nodes(
+    from_q, from_v_V, own, tiles, to_out_V, to_u_V, stride_y,
+    N: tl.constexpr, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PRECISION: tl.constexpr,
+    P: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """`rule` after `gated_delta.without_broken`.  Numbers that are not finite make NaN of a product with any state."""
-    broken_NV = (q_state_NV != q_state_NV) | (k_state_NV != k_state_NV)
-    sound_N = (tl.sum(broken_NV.to(tl.int32), 1) == 0) & (tl.abs(decay_N) < float("inf")) & (beta_N == beta_N)
-    sound_NN, sound_N1 = sound_N[:, None] & sound_N[None, :], sound_N[:, None]
-    sound_NV = sound_N1 & (tl.abs(v_NV) < float("inf"))
-    out_NV, u_NV, summed_N = rule(
-        tl.where(sound_NN, qk_NN, 0.0), tl.where(sound_NN, kk_NN, 0.0), tl.where(sound_N1, q_state_NV, 0.0),
-        tl.where(sound_N1, k_state_NV, 0.0), tl.where(sound_NV, v_NV, 0.0), tl.where(sound_N, decay_N, 0.0),
-        tl.where(sound_N, beta_N, 0.0), mask_NN, depth_N, N, DEPTH, HALVINGS, PRECISION,
-    )  # fmt: skip
-    return tl.where(sound_NV, out_NV, float("nan")), u_NV, summed_N
-
-
-@triton.jit
-def _products_of_one(from_k_NK, ok_N, tiles, G: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr):
-    """`products` of one node, without products of blocks, which would be padded to 16 nodes.  kk: not needed."""
-    q_state, k_state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32), tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
-    q_squares, k_squares, qk = tl.zeros([1], tl.float32), tl.zeros([1], tl.float32), tl.zeros([1], tl.float32)
+    """Of up to 8 nodes: queries and keys are one matrix of 16 rows (I), as outputs and u are.  Products take 16 at least."""
+    i, k = tl.arange(0, 2 * P), tl.arange(0, BLOCK_K)
+    node, is_key, ok_I = i % P, i >= P, i % P < N
+    from_x_IK = from_q + (tl.where(is_key, G * K, 0) + node * stride_y)[:, None] + k[None, :]
+    x_state_IV = tl.zeros([2 * P, BLOCK_V], tl.float32)
     for step in tl.static_range(K // BLOCK_K):
-        k_NK = tl.load(from_k_NK + step * BLOCK_K, mask=ok_N[:, None], other=0.0).to(tl.float32)
-        q_NK = tl.load(from_k_NK + step * BLOCK_K - G * K, mask=ok_N[:, None], other=0.0).to(tl.float32)
-        q_squares += squares(q_NK)
-        k_squares += squares(k_NK)
-        q_state += tl.trans(q_NK) * tiles[step]
-        k_state += tl.trans(k_NK) * tiles[step]
-        qk += tl.sum(q_NK * k_NK, 1)
-    q_length, k_length = tl.rsqrt(q_squares + EPS) * K**-0.5, tl.rsqrt(k_squares + EPS)
-    q_state, k_state = tl.sum(q_state, 0)[None, :] * q_length[:, None], tl.sum(k_state, 0)[None, :] * k_length[:, None]
-    return (qk * q_length * k_length)[:, None], q_state, k_state, k_length
+        x_IK = tl.load(from_x_IK + step * BLOCK_K, mask=ok_I[:, None], other=0.0)
+        x_state_IV = multiplied(x_IK, tiles[step], x_state_IV, PRECISION)
+    v_IV = tl.load(from_v_V[None, :] + node[:, None] * stride_y, mask=ok_I[:, None], other=0.0).to(tl.float32)
+    factor_I, sound_IV = tl.load(own + 2 * P * P + i), tl.abs(v_IV) < float("inf")
+    right_IV = tl.where(sound_IV, v_IV, 0.0) - factor_I[:, None] * x_state_IV
+    x_IV = tl.where(is_key[:, None], right_IV, x_state_IV)
+    x_IV = tl.where(tl.abs(x_IV) < float("inf"), x_IV, 0.0)
+    solved_II = tl.load(own + i[:, None] * P + (i - P)[None, :], mask=is_key[None, :] & (i >= 0)[:, None], other=0.0)
+    solved_II = tl.where((i[:, None] == i[None, :]) & (i < P)[:, None], factor_I[:, None], solved_II)
+    result_IV = tl.dot(solved_II, x_IV, input_precision=PRECISION)
+    out_IV = tl.where(sound_IV, result_IV, float("nan")).to(to_out_V.dtype.element_ty)
+    to_out_IV, to_u_IV = to_out_V[None, :] + (node * H * V)[:, None], to_u_V[None, :] + (node * H * V)[:, None]
+    tl.store(to_out_IV, out_IV, mask=(ok_I & (i < P))[:, None])
+    tl.store(to_u_IV, result_IV, mask=(ok_I & is_key)[:, None])
 
 
 @triton.jit
-def _leave_keys(to_k_NK, from_k_NK, k_length, ok_N, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Read again, so that no program keeps them while it multiplies."""
-    for step in tl.static_range(K // BLOCK_K):
-        k_NK = tl.load(from_k_NK + step * BLOCK_K, mask=ok_N[:, None], other=0.0)
-        tl.store(to_k_NK + step * BLOCK_K, k_NK.to(tl.float32) * k_length[:, None], mask=ok_N[:, None])
-
-
-@triton.jit
-def _states_with_paths(
-    state_KV, k_left, u_left, decay_left, path, accepted,
-    G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr,
+def _many_nodes(
+    from_q, from_v_V, own, tiles, to_out_V, to_u_V, stride_y,
+    N: tl.constexpr, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PRECISION: tl.constexpr,
+    P: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """The blocks of rows of a state, with what the accepted nodes add.  The pointers: at their number, head and columns.
-
-    Without an accepted node nothing is read of the number but the state: it may be one that holds no nodes.
-    """
-    end = tl.load(path + accepted - 1, mask=accepted > 0, other=0, cache_modifier=".cg")
-    last = tl.load(decay_left + end * H, mask=accepted > 0, other=0.0, cache_modifier=".cg")
-    tiles = ()
+    n, k = tl.arange(0, P), tl.arange(0, BLOCK_K)
+    ok_N1 = (n < N)[:, None]
+    from_q_NK = from_q + n[:, None] * stride_y + k[None, :]
+    q_state, k_state = tl.zeros([P, BLOCK_V], tl.float32), tl.zeros([P, BLOCK_V], tl.float32)
     for step in tl.static_range(K // BLOCK_K):
-        tiles = tiles + (tl.exp(last) * tl.load(state_KV + step * BLOCK_K * V, cache_modifier=".cg"),)  # type: ignore[assignment]
-    for first in range(0, accepted, GROUP):
-        for e in tl.static_range(GROUP):  # all of which are read at once
-            ok = first + e < accepted
-            node = tl.load(path + first + e, mask=ok, other=0, cache_modifier=".cg")
-            decay = tl.load(decay_left + node * H, mask=ok, other=float("inf"), cache_modifier=".cg")
-            u_V = tl.load(u_left + node * H * V, mask=ok, other=0.0, cache_modifier=".cg") * tl.exp(last - decay)
-            k_K = k_left + node * G * K + tl.arange(0, BLOCK_K)
-            added = ()
-            for step in tl.static_range(K // BLOCK_K):
-                part_K = tl.load(k_K + step * BLOCK_K, mask=ok, other=0.0, cache_modifier=".cg")
-                added = added + (tiles[step] + part_K[:, None] * u_V[None, :],)  # type: ignore[assignment]
-            tiles = added
-    return tiles
-
-
-@triton.jit
-def _ancestors(parents, N: tl.constexpr, DEPTH: tl.constexpr, CHAIN: tl.constexpr, PADDED_N: tl.constexpr):
-    """(whether node j is i or above i [N, N], each node's depth [N])."""
-    n = tl.arange(0, PADDED_N)
-    mask_NN, depth_N, above_N = n[:, None] == n[None, :], tl.zeros([PADDED_N], tl.int32), n
-    if CHAIN:
-        return n[:, None] >= n[None, :], n
-    parents_N = tl.load(parents + n, mask=n < N, other=0, cache_modifier=".cg").to(tl.int32)
-    for _ in range(DEPTH):
-        depth_N += (above_N > 0).to(tl.int32)
-        above_N = tl.gather(parents_N, above_N, 0)
-        mask_NN = mask_NN | (above_N[:, None] == n[None, :])
-    return mask_NN, depth_N
+        k_NK = tl.load(from_q_NK + step * BLOCK_K + G * K, mask=ok_N1, other=0.0)
+        q_NK = tl.load(from_q_NK + step * BLOCK_K, mask=ok_N1, other=0.0)
+        k_state = multiplied(k_NK, tiles[step], k_state, PRECISION)
+        q_state = multiplied(q_NK, tiles[step], q_state, PRECISION)
+    v_NV = tl.load(from_v_V[None, :] + n[:, None] * stride_y, mask=ok_N1, other=0.0).to(tl.float32)
+    sound_NV = tl.abs(v_NV) < float("inf")
+    right_NV = tl.where(sound_NV, v_NV, 0.0) - tl.load(own + 2 * P * P + P + n)[:, None] * k_state
+    right_NV = tl.where(tl.abs(right_NV) < float("inf"), right_NV, 0.0)
+    from_NN = own + n[:, None] * P + n[None, :]
+    u_NV = tl.dot(tl.load(from_NN + P * P), right_NV, input_precision=PRECISION)
+    to_NV = (n * H * V)[:, None]
+    tl.store(to_u_V[None, :] + to_NV, u_NV, mask=ok_N1)
+    faded_NV = tl.load(own + 2 * P * P + n)[:, None] * q_state
+    out_NV = tl.dot(tl.load(from_NN), right_NV, faded_NV, input_precision=PRECISION)
+    out_NV = tl.where(sound_NV, out_NV, float("nan"))
+    tl.store(to_out_V[None, :] + to_NV, out_NV.to(to_out_V.dtype.element_ty), mask=ok_N1)
 
 
 def launch_tree_rule(
@@ -194,20 +151,32 @@ def launch_tree_rule(
     assert len(y_TC) == B * N and N <= layer.k_LNGK.shape[1]
     for left, size in ((layer.k_LNGK, G * K), (layer.u_LNHV, H * V), (layer.decay_LNH, H)):
         assert left.dtype == torch.float32 and left[0].is_contiguous() and left[0, 0].numel() == size
-    out_THV = y_TC.new_empty(B * N, H, V)
-    padded = 1 if N == 1 else max(16, triton.next_power_of_2(N))
-    log2, tiles = padded.bit_length() - 1, tiles or tree_tiles(B, N, H)
-    by_halves = steps.max_depth > 2 * log2 - 1  # fewer products than one for each depth
-    block_v = min(V, tiles.block_v)
-    if B:
-        tree_rule_kernel[(H * (V // block_v), B)](
-            y_TC, *gates, layer.state_PHKV, layer.k_LNGK, layer.u_LNHV, layer.decay_LNH, steps.read_B, steps.write_B,
-            steps.count_B, steps.path_BE, steps.parents_BN, out_THV, y_TC.stride(0), gates.a_TH.stride(0), gates.b_TH.stride(0),
-            layer.state_PHKV.stride(0), layer.k_LNGK.stride(0), layer.u_LNHV.stride(0), layer.decay_LNH.stride(0), N=N, E=E,
-            G=G, H=H, K=K, V=V, DEPTH=steps.max_depth, CHAIN=steps.is_chain,
-            HALVINGS=log2 if by_halves else 0, PRECISION=precision, PADDED_N=padded, GROUP=min(E, GROUP),
-            BLOCK_K=min(K, tiles.block_k), BLOCK_V=block_v, num_warps=tiles.warps, **chained(y_TC.device),
+    out_THV, tiles = y_TC.new_empty(B * N, H, V), tiles or tree_tiles(B, N, H)
+    if not B:
+        return out_THV
+    block_v, group, here = min(V, tiles.block_v), min(E, GROUP), chained(y_TC.device)
+    memory = layer.state_PHKV, layer.k_LNGK, layer.u_LNHV, layer.decay_LNH
+    numbers = steps.read_B, steps.write_B, steps.count_B, steps.path_BE
+    inputs, strides = (y_TC, *gates), (y_TC.stride(0), gates.a_TH.stride(0), gates.b_TH.stride(0))
+    of_memory = tuple(each.stride(0) for each in memory)
+    if N == 1:
+        step_rule_kernel[(H * (V // block_v), B)](
+            *inputs, *memory, *numbers, out_THV, *strides, *of_memory, E=E, G=G, H=H, K=K, V=V, GROUP=group, BLOCK_V=block_v,
+            num_warps=tiles.warps, **here,
         )  # fmt: skip
+        return out_THV
+    P, depth = max(8, triton.next_power_of_2(N)), steps.max_depth
+    M, sizes = max(16, P), {"N": N, "G": G, "H": H, "K": K, "P": P, "PRECISION": precision}
+    solved = torch.empty(B, H, 2 * P * P + 2 * P, dtype=torch.float32, device=y_TC.device)
+    tree_nodes_kernel[(H, B)](
+        *inputs, layer.k_LNGK, layer.decay_LNH, steps.write_B, steps.parents_BN, solved, *strides, of_memory[1], of_memory[3],
+        DEPTH=depth, CHAIN=steps.is_chain, SQUARINGS=(depth > 1) + (depth > 3), HALVINGS=M.bit_length() - 1 if depth > 7 else 0,
+        M=M, num_warps=tiles.node_warps, **sizes, **here,
+    )  # fmt: skip
+    tree_rule_kernel[(H * (V // block_v), B)](
+        y_TC, solved, *memory, *numbers, out_THV, strides[0], *of_memory, E=E, V=V, GROUP=group, BLOCK_K=min(K, tiles.block_k),
+        BLOCK_V=block_v, num_warps=tiles.warps, **sizes, **here,
+    )  # fmt: skip
     return out_THV
 
 
