@@ -132,8 +132,8 @@ def _inverse(system_NN, N: tl.constexpr, HALVINGS: tl.constexpr, PRECISION: tl.c
 def unit_inverse(system_NN, N: tl.constexpr, SQUARINGS: tl.constexpr, HALVINGS: tl.constexpr, PRECISION: tl.constexpr):
     """Of 1 + a strictly lower triangular matrix: by halves (HALVINGS: log2(N)), or if that is 0 by powers.
 
-    x = -system, of whose powers those below 2^(SQUARINGS + 1) alone differ from 0: (1 + x)(1 + x^2)(1 + x^4).  The terms of many
-    powers would grow and cancel each other.
+    x = -system, of whose powers those below 2^(SQUARINGS + 1) alone differ from 0: (1 + x)(1 + x^2)(1 + x^4).  The terms of
+    many powers would grow and cancel each other.
     """
     n = tl.arange(0, N)
     if HALVINGS:

@@ -28,7 +28,7 @@ GROUP = 4  # accepted nodes that are read at once
 
 
 class RuleTiles(NamedTuple):
-    """A program's columns of values, the rows of the state that it multiplies at once, its warps, and those of nodes_triton.py."""
+    """A program's columns of values, the rows of the state that it multiplies at once, its warps; warps of nodes_triton.py."""
 
     block_v: int
     block_k: int = 32
