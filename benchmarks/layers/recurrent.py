@@ -6,7 +6,7 @@
 Qwen3.5-27B's widths: 16 key and 48 value heads of 128, bf16, states in float32.  Times are medians of replays of CUDA graphs of
 CALLS layers, each with states of its own, so that none lies in the L2 cache.  The limit is the time to move at 4.48 TB/s one
 read and one write of each row's state, the nodes' inputs and outputs, what PENDING of the nodes before have left, and what the
-nodes leave.  --all tries other tiles: choose `tree_tiles` (specdec/ops/recurrent/tree_triton.py) and TOKENS, TILES
+nodes leave.  --all tries other tiles: choose `tree_tiles` (specdec/ops/recurrent/trees/rule_triton.py) and TOKENS, TILES
 (chunk_triton.py) from them.
 
 Shapes: B rows, N nodes.
@@ -32,7 +32,7 @@ from specdec.ops.recurrent.conv import chunk_convolution, tree_convolution
 from specdec.ops.recurrent.gated_delta import Gates
 from specdec.ops.recurrent.gated_norm import gated_norm
 from specdec.ops.recurrent.states import ChunkSteps, LayerStates, TreeSteps
-from specdec.ops.recurrent.tree_triton import RuleTiles, launch_tree_rule, tree_tiles
+from specdec.ops.recurrent.trees.rule_triton import RuleTiles, launch_tree_rule, tree_tiles
 
 BANDWIDTH = 4.48e12  # of an H200, as rounds/round_8b.py has it
 G, H, WIDTH, TAPS, CALLS, PENDING, PROMPT = 16, 48, 128, 4, 8, 3, 8192

@@ -8,7 +8,7 @@ from toolkit.recurrent.rounds import copied, equal_memory, in_the_middle, inputs
 
 from specdec.ops.recurrent.chunk_triton import launch_chunk_rule
 from specdec.ops.recurrent.gated_delta import Gates, chunk_outputs, tree_outputs
-from specdec.ops.recurrent.tree_triton import launch_tree_rule
+from specdec.ops.recurrent.trees.rule_triton import launch_tree_rule
 
 ALIKE, SHARED = Sizes(G=2, H=2, K=16, V=32), Sizes(G=1, H=3, K=32, V=16)
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}

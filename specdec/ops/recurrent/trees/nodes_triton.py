@@ -5,7 +5,7 @@ For each row and head the system of `gated_delta.on_paths` is solved as a matrix
     right = v - r (k S)        u = T right        out = f (q S) + A right
 
 with r and f what fades and lengths make of raw keys' and queries' products.  A program computes T, A, r and f of one row and
-head, and leaves log-decays and keys for a later pass.  tree_triton.py reads them, in several programs a head.
+head, and leaves log-decays and keys for a later pass.  rule_triton.py reads them, in several programs a head.
 
 Shapes: as of gated_delta.py; M: N, and 16 at least.  P: rows and columns of T and A that are kept.
 """
