@@ -18,10 +18,10 @@ from torch import Tensor
 
 from specdec.ops.launch import chained
 from specdec.ops.recurrent.gated_delta import Gates
-from specdec.ops.recurrent.trees.nodes_triton import tree_nodes_kernel
-from specdec.ops.recurrent.trees.path_triton import states_with_paths
 from specdec.ops.recurrent.shared_triton import PRECISION, multiplied
 from specdec.ops.recurrent.states import LayerStates, TreeSteps, lie_whole
+from specdec.ops.recurrent.trees.nodes_triton import tree_nodes_kernel
+from specdec.ops.recurrent.trees.path_triton import states_with_paths
 from specdec.ops.recurrent.trees.step_triton import step_rule_kernel
 
 GROUP = 4  # accepted nodes that are read at once

@@ -11,8 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from specdec.ops.recurrent.trees.path_triton import states_with_paths
 from specdec.ops.recurrent.shared_triton import EPS, log_decays, strengths
+from specdec.ops.recurrent.trees.path_triton import states_with_paths
 
 
 @triton.jit
