@@ -46,6 +46,12 @@ def ordered_32(x):
 
 
 @triton.jit
+def value_of_32(ordered):
+    """The float32 that `ordered_32` encoded (-0.0 comes back as 0.0)."""
+    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def make_key(value, index):
     """The 64-bit key of a float32 value at an index below 2**31."""
     return (ordered_32(value).to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
@@ -60,8 +66,7 @@ def key_index(key):
 @triton.jit
 def key_value(key):
     """The float32 that a key holds (-0.0 comes back as 0.0)."""
-    bits = (key >> 32).to(tl.int32)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    return value_of_32((key >> 32).to(tl.int32))
 
 
 @triton.jit(do_not_specialize=["stride_temperature", "stride_seed", "ahead", "each"])
