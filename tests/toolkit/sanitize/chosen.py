@@ -63,7 +63,9 @@ CHOSEN: dict[str, list[str]] = {
     "take_rows_kernel": ["tests/ops/test_rows.py::test_picked_rows[torch.bfloat16-1-6-1-40]"],
     "take_columns_kernel": ["tests/ops/test_rows.py::test_columns_in_another_order[torch.bfloat16-shape1-2100]"],
     "prepend_kernel": ["tests/ops/test_rows.py::test_a_column_in_front[3-1]"],
-    "tree_convolution_kernel": ["tests/ops/recurrent/test_conv_triton.py::test_trees_equal_the_definition[33-False-dtype3]"],
+    "tree_convolution_kernel": [
+        "tests/ops/recurrent/test_conv_triton.py::test_trees_equal_the_definition[33-False-dtype3-tiles3]"
+    ],
     "chunk_convolution_kernel": [
         "tests/ops/recurrent/test_conv_triton.py::test_parts_equal_the_definition[lengths0-2-16-dtype0]"
     ],
