@@ -6,8 +6,8 @@
 Qwen3.5-27B's widths: 16 key and 48 value heads of 128, bf16, states in float32.  Times are medians of replays of CUDA graphs of
 CALLS layers, each with states of its own, so that none lies in the L2 cache.  The limit is the time to move at 4.48 TB/s one
 read and one write of each row's state, the nodes' inputs and outputs, what PENDING of the nodes before have left, and what the
-nodes leave.  --all tries other tiles: choose `tree_tiles` (specdec/ops/recurrent/tree_triton.py) and TOKENS, TILES
-(chunk_triton.py) from them.
+nodes leave.  --all tries other tiles: choose `tree_tiles` (specdec/ops/recurrent/trees/rule_triton.py), TOKENS, TILES
+(chunk_triton.py) and ONE, TREE, CHUNK (conv_triton.py) from them.
 
 Shapes: B rows, N nodes.
 """
@@ -29,20 +29,50 @@ from triton.runtime.errors import OutOfResources
 
 from specdec.ops.recurrent.chunk_triton import TILES, TOKENS, launch_chunk_rule
 from specdec.ops.recurrent.conv import chunk_convolution, tree_convolution
+from specdec.ops.recurrent.conv_triton import ConvTiles, launch_chunk_convolution, launch_tree_convolution
 from specdec.ops.recurrent.gated_delta import Gates
 from specdec.ops.recurrent.gated_norm import gated_norm
 from specdec.ops.recurrent.states import ChunkSteps, LayerStates, TreeSteps
-from specdec.ops.recurrent.tree_triton import RuleTiles, launch_tree_rule, tree_tiles
+from specdec.ops.recurrent.trees.rule_triton import RuleTiles, launch_tree_rule, tree_tiles
 
 BANDWIDTH = 4.48e12  # of an H200, as rounds/round_8b.py has it
 G, H, WIDTH, TAPS, CALLS, PENDING, PROMPT = 16, 48, 128, 4, 8, 3, 8192
 CHANNELS = (2 * G + H) * WIDTH
 SHAPES = {1: (1, 0, 1), 6: (6, 5, 6), 32: (32, 5, 6), 60: (60, 7, 8)}  # nodes, depth, places of a path
-TREE_TILES = [RuleTiles(*each) for each in ((16, 32, 4), (32, 32, 4), (64, 32, 4), (64, 32, 8), (32, 64, 4), (128, 32, 8))]
+# By nodes: one, at most 8, more.
+STEP_TILES = [RuleTiles(*each) for each in ((16, 32, 1), (32, 32, 1), (32, 32, 2), (64, 32, 2), (64, 32, 4), (128, 32, 4))]
+FEW_TILES = [
+    RuleTiles(*each, 1)
+    for each in ((16, 32, 1), (16, 64, 1), (32, 32, 1), (32, 32, 2), (32, 64, 2), (64, 32, 2), (64, 32, 4), (128, 32, 8))
+]
+MANY_TILES = [
+    RuleTiles(*each)
+    for each in (
+        (16, 32, 1, 4),
+        (32, 32, 2, 1),
+        (32, 32, 2, 2),
+        (32, 32, 2, 4),
+        (32, 32, 4, 4),
+        (64, 32, 4, 2),
+        (64, 32, 4, 4),
+        (64, 64, 4, 4),
+        (64, 32, 8, 4),
+    )
+]
 CHUNK_TILES = [
     (16, RuleTiles(32)), (16, RuleTiles(64)), (32, RuleTiles(16)), (32, RuleTiles(32)), (32, RuleTiles(64)),
     (32, RuleTiles(64, 32, 8)), (64, RuleTiles(32)), (64, RuleTiles(32, 32, 8)),
 ]  # fmt: skip
+CONV_TILES = {
+    1: [ConvTiles(128, 1, 1), ConvTiles(256, 1, 1), ConvTiles(256, 2, 1), ConvTiles(512, 2, 1), ConvTiles(256, 4, 1)],
+    6: [ConvTiles(*each) for each in (
+        (256, 4, 4, 1056), (256, 4, 4, 2112), (256, 4, 8, 1056), (256, 8, 8, 1056), (512, 4, 4, 1056), (128, 4, 8, 1056),
+        (512, 8, 8, 1056),
+    )],
+    PROMPT: [ConvTiles(*each) for each in (
+        (1024, 4, 8), (1024, 4, 16), (512, 4, 8), (512, 4, 16), (512, 4, 32), (512, 2, 16), (256, 2, 16), (256, 2, 32),
+    )],
+}  # fmt: skip
 
 
 class World:
@@ -61,13 +91,9 @@ class World:
                 floats(numbers, nodes, H, WIDTH), -floats(numbers, nodes, H).cumsum(1), halves(numbers, nodes, CHANNELS),
             ) for _ in range(CALLS)
         ]  # fmt: skip
-        self.x, self.z, self.conv, self.norm = (
-            halves(tokens, CHANNELS),
-            halves(tokens, H, WIDTH),
-            halves(CHANNELS, TAPS),
-            halves(WIDTH),
-        )
-        self.gates = Gates(halves(tokens, H), halves(tokens, H), floats(H), floats(H))
+        self.conv, self.norm = halves(TAPS, CHANNELS), halves(WIDTH)
+        self.x, z, a, b = halves(tokens, CHANNELS + H * WIDTH + 2 * H).split((CHANNELS, H * WIDTH, H, H), dim=1)
+        self.z, self.gates = z.unflatten(1, (H, WIDTH)), Gates(a, b, floats(H), floats(H))
 
 
 def time_calls(call: Callable[[int], object]) -> float:
@@ -120,9 +146,13 @@ def measure_tree(B: int, N: int, every: bool) -> dict[str, Any]:
         "norm": time_calls(lambda _: gated_norm(out, world.z, world.norm, 1e-6)),
     }  # fmt: skip
     tried = {}
-    for tiles in TREE_TILES if every else ():
+    for tiles in (STEP_TILES if N == 1 else FEW_TILES if N <= 8 else MANY_TILES) if every else ():
         with suppress(OutOfResources):
             tried[str(tuple(tiles))] = time_calls(lambda call: rule(call, tiles))  # noqa: B023
+    for own in CONV_TILES[min(N, 6)] if every else ():
+        tried[f"convolution {tuple(own)}"] = time_calls(
+            lambda call: launch_tree_convolution(world.x, conv, layers[call], steps, own)  # noqa: B023
+        )
     return row | ({"tried": tried} if every else {})
 
 
@@ -139,7 +169,12 @@ def measure_prompt(every: bool) -> dict[str, Any]:
                 lambda call: launch_chunk_rule(y, world.gates, world.layers[call], steps, tokens=tokens, tiles=tiles)  # noqa: B023
             )
     convolution = time_calls(lambda call: chunk_convolution(world.x, world.conv, world.layers[call], steps))
-    return {"tokens": PROMPT, "convolution": convolution, "rule": min(tried.values()), "tried": tried}
+    rule = min(tried.values())
+    for own in CONV_TILES[PROMPT] if every else ():
+        tried[f"convolution {tuple(own)}"] = time_calls(
+            lambda call: launch_chunk_convolution(world.x, world.conv, world.layers[call], steps, own)  # noqa: B023
+        )
+    return {"tokens": PROMPT, "convolution": convolution, "rule": rule, "tried": tried}
 
 
 def main() -> None:
@@ -161,7 +196,7 @@ def main() -> None:
                     flush=True,
                 )
                 for tiles, us in row.get("tried", {}).items():
-                    print(f"    {tiles:16} {us:8.1f}", flush=True)
+                    print(f"    {tiles:34} {us:8.1f}", flush=True)
         prompt = measure_prompt(args.all)
     print(json.dumps(prompt, indent=1), f"{time.perf_counter() - began:.0f} s in all", sep="\n")
     if args.out:
