@@ -126,7 +126,7 @@ def few_tokens_experts(
     x_TH: Tensor, topk_weights_TK: Tensor, topk_ids_TK: Tensor, experts: Experts, tiles: MixtureTiles,
     shared: SharedOutput | None = None, partials: bool = False,
 ) -> Tensor | Partials:  # fmt: skip
-    """`run_mixture` in two launches, of at most 32 tokens.  An id that is no expert's counts for nothing.
+    """`run_mixture` in two launches, of at most 64 tokens.  An id that is no expert's counts for nothing.
 
     Activations are rounded when the token's weight is multiplied in, and sums at their end alone: the result is closer to exact
     sums than the definition's, which rounds each expert's output.

@@ -124,7 +124,7 @@ def coded_mixtures() -> None:
 def dense_mixtures() -> None:
     """Routers, and experts of 16 bits, of few tokens: Qwen3-30B-A3B's sizes, gpt-oss's router, and DeepSeek-V3's groups."""
     deepseek = RouterRule(8, "sigmoid", True, groups=8, top_groups=4, group_best=2, normed=True, scaling=2.5)
-    for T in (1, 8, 32):
+    for T in (1, 8, 32, 48):
         for shared in (None, SharedOutput(halves(T, 2048), floats(T, 1))):
             experts, tiles = DenseExperts(halves(128, 1536, 2048), halves(128, 2048, 768)), few_tokens_tiles(T, "dense")
             few_tokens_experts(halves(T, 2048), floats(T, 8), ids(T, 8), experts, tiles, shared, partials=shared is None)

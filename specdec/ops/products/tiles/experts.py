@@ -16,8 +16,8 @@ ExpertsKind = Kind | Literal["dense"]
 ExpertsKernel = Literal["mixture_triton", "few_tokens_triton"]
 # Up to so many tokens router_triton.py chooses experts, and few_tokens_triton.py multiplies with those of these kinds; beyond
 # them, and with other kinds, mixture_triton.py or a library is faster.  Measured on an H200 by benchmarks products.few_tokens.
-MOST_ROUTED = 32
-MOST_TOKENS: dict[ExpertsKind, int] = {"dense": 32, "e4m3": 8, "int4": 8}
+MOST_ROUTED = 64
+MOST_TOKENS: dict[ExpertsKind, int] = {"dense": 64, "e4m3": 8, "int4": 8}
 FEW = 64  # threshold in pairs: fewer have too few tiles for all SMs
 MAX_READ = 512  # threshold in pairs: programs find their pairs in more by sorting them first
 
@@ -25,7 +25,7 @@ MAX_READ = 512  # threshold in pairs: programs find their pairs in more by sorti
 class RouterTiles(NamedTuple):
     """What one program of router_triton.py works on: tokens, rows and columns of the weight.  warps: Triton's.
 
-    block_k: columns of 16 bits; half as many of 32.
+    block_k: columns of 16 bits; half as many of 32.  A warp chooses a token's experts: more tokens than warps take turns.
     """
 
     block_m: int
@@ -34,7 +34,7 @@ class RouterTiles(NamedTuple):
     warps: int
 
 
-ROUTER = RouterTiles(8, 16, 256, 4)
+ROUTER = RouterTiles(4, 16, 256, 4)
 
 
 class ExpertTiles(NamedTuple):
@@ -73,6 +73,8 @@ def few_tokens_tiles(tokens: int, kind: ExpertsKind) -> MixtureTiles:
     block_m = max(8, 1 << (tokens - 1).bit_length())
     if kind != "dense":
         return _few(ExpertTiles(block_m, 32, 2, 4, 2), ExpertTiles(block_m, 32, 1, 4, 2, 8))
+    if block_m > 32:
+        return _few(ExpertTiles(block_m, 64, 4, 3), ExpertTiles(block_m, 64, 4, 3, splits=4))
     if block_m > 8:
         return _few(ExpertTiles(block_m, 64, 4, 4), ExpertTiles(block_m, 64, 4, 5, splits=4))
     if tokens == 1:

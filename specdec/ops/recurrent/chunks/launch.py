@@ -32,7 +32,7 @@ from specdec.ops.recurrent.chunks.scan_triton import chunk_scan_kernel
 from specdec.ops.recurrent.gated_delta import Gates
 from specdec.ops.recurrent.shared_triton import PRECISION
 from specdec.ops.recurrent.states import ChunkSteps, LayerStates, lie_whole
-from specdec.ops.recurrent.tree_triton import check_rule
+from specdec.ops.recurrent.trees.rule_triton import check_rule
 
 
 class ChunkTiles(NamedTuple):
@@ -41,17 +41,36 @@ class ChunkTiles(NamedTuple):
     tokens: int = 64
     block_v: int = 64
     warps: int = 4
-    stages: int = 2
+    stages: int = 3
     prepare_warps: int = 4
 
 
-TILES = ChunkTiles()
+HOPPER, ELSEWHERE, WIDE = ChunkTiles(), ChunkTiles(64, 32, 8, 2, 8), ChunkTiles(32, 32, 8, 1, 8)
 SEARCH = 32  # parts among which a program looks for its block at once
 
 
 def chunk_tiles(y_TC: Tensor, key_width: int) -> ChunkTiles:
-    """What fits: a stage of the scan holds keys, queries, values, T and A of a block."""
-    return TILES
+    """What fits into shared memory.  Nothing of this is timed yet.
+
+    On Hopper GPUs 64 columns are a whole instruction of four warps.  On Blackwell GPUs Triton 3.7 makes nothing but a trap of
+    products whose left side is 64 rows of registers, and other GPUs lack registers for them.  float16 and float32 take three
+    products for each, in registers.
+    """
+    if y_TC.dtype != torch.bfloat16:
+        return WIDE
+    is_hopper = y_TC.is_cuda and torch.cuda.get_device_capability(y_TC.device)[0] == 9
+    tiles, limit = HOPPER if is_hopper else ELSEWHERE, shared_memory(y_TC.device)
+    while tiles.stages > 1 and stage_bytes(tiles, key_width) * tiles.stages > limit - RESERVED:
+        tiles = tiles._replace(stages=tiles.stages - 1)
+    return tiles
+
+
+RESERVED = 12 << 10  # bytes of shared memory beside the stages
+
+
+def stage_bytes(tiles: ChunkTiles, key_width: int) -> int:
+    """Of a block's keys, queries, values, T in two halves, and A."""
+    return 2 * tiles.tokens * (2 * key_width + tiles.block_v + 3 * tiles.tokens)
 
 
 class Prepared(NamedTuple):

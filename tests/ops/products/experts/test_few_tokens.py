@@ -21,7 +21,7 @@ from specdec.ops.products.tiles.experts import ExpertsKind, ExpertTiles, Mixture
 NEAR = 6e-3 if HAS_GPU else 1e-3
 CASES = [
     ("fp8 rows", 1, 2), ("fp8 blocks", 5, 1), ("int8 zero points", 5, 2), ("int4", 1, 1), ("int4 zero points", 5, 2),
-    ("mxfp4", 5, 2), ("mxfp4", 1, 2), ("dense", 5, 1), ("dense", 5, 2), ("dense", 1, 4),
+    ("mxfp4", 5, 2), ("mxfp4", 1, 2), ("dense", 5, 1), ("dense", 5, 2), ("dense", 1, 4), ("dense", 64, 2),
 ]  # fmt: skip
 
 
@@ -30,7 +30,8 @@ def tiles_of(T: int, kind: ExpertsKind, splits: int) -> MixtureTiles:
     if HAS_GPU:
         own = few_tokens_tiles(T, kind)
         return own._replace(down=own.down._replace(splits=splits))
-    return MixtureTiles("few_tokens_triton", ExpertTiles(8, 64, 4, 2, 2), ExpertTiles(8, 128, 4, 2, 2, splits))
+    block_m = max(8, T)
+    return MixtureTiles("few_tokens_triton", ExpertTiles(block_m, 64, 4, 2, 2), ExpertTiles(block_m, 128, 4, 2, 2, splits))
 
 
 def experts_named(name: str, E: int, H: int, F: int) -> Experts:
@@ -114,7 +115,7 @@ def test_published_sizes_and_replays(name: str, sizes: tuple[int, int, int, int]
     """
     H, F, E, K = sizes
     experts = experts_named(name, E, H, F)
-    for T in (1, 2, 6, 8, 17, 32):
+    for T in (1, 2, 6, 8, 17, 32, *((48, 64) if name == "dense" else ())):
         x, (topk_weights_TK, topk_ids_TK) = rand(T, H, seed=T) / 16, choice(T, E, K)
         tiles = few_tokens_tiles(T, kind_of(experts))
         few = slice(max(0, T - 4), T)

@@ -101,6 +101,7 @@ def test_ties_go_to_the_lower_index_and_nan_names_experts(name: str) -> None:
     ("E", "H", "rule"),
     [
         (128, 2048, RouterRule(8, "softmax", normed=True)),
+        (256, 2048, RouterRule(8, "softmax", normed=True)),
         (256, 7168, RouterRule(8, "sigmoid", True, groups=8, top_groups=4, group_best=2, normed=True, scaling=2.5)),
         (32, 2880, RouterRule(4, "softmax of chosen", biased=True)),
     ],
@@ -108,7 +109,7 @@ def test_ties_go_to_the_lower_index_and_nan_names_experts(name: str) -> None:
 def test_published_sizes_and_replays(E: int, H: int, rule: RouterRule) -> None:
     """Keeps out: arrivals that are not set back, and partial logits of the replay before."""
     router = weights_of(rule, E, H, True, 3)
-    for T in (1, 6, 17, 32):
+    for T in (1, 6, 17, 48):
         x = rand(T, H)
         with torch.inference_mode():
             routed(x, router, rule, E, TILES)

@@ -5,8 +5,8 @@ which of them chose the expert.  Other tokens' rows are not read, and the tensor
 
 - Gate and up: a program takes a tile of one expert's rows.  With one token the number of its expert is in topk_ids; otherwise
   each program finds the distinct experts, in their order, and takes its own.  The token's weight is multiplied in before the
-  result is rounded, so that the second kernel only adds up.  It leaves a list for the second kernel: the chosen experts, each
-  above a mask of 32 bits, of its tokens.
+  result is rounded, so that the second kernel only adds up.  It leaves a list for the second kernel: the chosen experts, and
+  of each a mask of 64 bits, of its tokens.
 - Down: a program takes a tile of rows of all chosen experts (or of a split of them), one after the other, in one loop whose
   pipeline does not end between two experts.  Splits are added up by the program that arrives last, in their order, or by the
   norm that follows (Partials).  The shared experts' output, if there is one, is a term of the sum.
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from specdec.ops.products.experts import Form, SharedOutput, Stack
     from specdec.ops.products.tiles.experts import ExpertTiles
 
-MOST = 32  # tokens: bits of a mask
+MOST = 64  # tokens: bits of a mask
 PREFETCH = 512  # bytes of each row that are prefetched into L2 before the wait
 
 
@@ -54,7 +54,7 @@ def few_gate_up_kernel(
     topk_weights,  # [T, A] float32
     topk_ids,  # [T, A] int64
     y,  # [D, T, N]: rows of tokens that did not choose an expert are not written
-    chosen,  # [D] int64: distinct experts, in their order, above masks: bit t says whether token t chose it; then 0
+    chosen,  # [2, D] int64: the distinct experts in their order; of each a mask whose bit t says whether token t chose it, or 0
     T, stride_x,
     N: tl.constexpr, K: tl.constexpr, J: tl.constexpr, G: tl.constexpr, A: tl.constexpr, EXPERTS: tl.constexpr,
     PADDED_EXPERTS: tl.constexpr, PADDED_A: tl.constexpr, ONE_TOKEN: tl.constexpr,
@@ -83,8 +83,8 @@ def few_gate_up_kernel(
         ok_M = tl.max(is_chosen_MA.to(tl.int32), 1) > 0
         weight_M = tl.sum(tl.where(is_chosen_MA, tl.load(topk_weights + at_MA, mask=ok_MA, other=0.0), 0.0), 1)
         if tl.program_id(0) == 0:
-            mask = tl.sum(ok_M.to(tl.int64) << m.to(tl.int64), 0)
-            tl.store(chosen + d, tl.where(works, expert.to(tl.int64) << 32 | mask, 0))
+            tl.store(chosen + d, tl.where(works, expert, 0).to(tl.int64))
+            tl.store(chosen + tl.num_programs(1) + d, tl.sum(ok_M.to(tl.int64) << m.to(tl.int64), 0))
     if works:
         out_N, row_N = rows_of_tile(tl.program_id(0), N, BLOCK_N, True)
         row_N = expert.to(tl.int64) * (2 * N) + tl.where(out_N < N, row_N, 0)  # a row that is not there reads row 0
@@ -121,7 +121,7 @@ def few_down_kernel(
     bias,  # [E * N]
     topk_weights,  # [T, A] float32
     topk_ids,  # [T, A] int64
-    chosen,  # [D] int64
+    chosen,  # [2, D] int64
     shared,  # [T, N]: a term of the sum
     gate,  # [T] float32: what weighs `shared`
     y,  # [T, N], or [S, T, N] float32 if PARTIALS
@@ -142,12 +142,13 @@ def few_down_kernel(
     if ONE_TOKEN:
         expert_D = tl.load(topk_ids + i_D, mask=i_D < D, other=-1, cache_modifier=".cg")
         here_D = (expert_D >= 0) & (expert_D < EXPERTS)
-        chosen_D, count = tl.where(here_D, expert_D << 32 | 1, 0), A
+        mask_D, count = here_D.to(tl.int32), A
+        expert_D = tl.where(here_D, expert_D, 0).to(tl.int32)
         if PDL:
             LINE: tl.constexpr = 1024 // qweight.dtype.element_ty.primitive_bitwidth  # words of 128 bytes
             ahead = tl.arange(0, PREFETCH // 128) * LINE
             for i in range(split * A // SPLITS, (split + 1) * A // SPLITS):
-                at_N = (_entry(chosen_D, i_D, i) >> 32) * N + row_N
+                at_N = _entry(expert_D, i_D, i).to(tl.int64) * N + row_N
                 prefetch(qweight + (at_N * J)[:, None] + ahead[None, :], (out_N < N)[:, None] & (ahead < J)[None, :])
             tl.extra.cuda.gdc_wait()
             tl.extra.cuda.gdc_launch_dependents()
@@ -155,11 +156,15 @@ def few_down_kernel(
         if PDL:
             tl.extra.cuda.gdc_wait()
             tl.extra.cuda.gdc_launch_dependents()
-        chosen_D = tl.load(chosen + i_D, mask=i_D < D, other=0)
-        count = tl.sum((chosen_D != 0).to(tl.int32), 0)
+        expert_D = tl.load(chosen + i_D, mask=i_D < D, other=0).to(tl.int32)
+        mask_D = tl.load(chosen + D + i_D, mask=i_D < D, other=0)
+        count = tl.sum((mask_D != 0).to(tl.int32), 0)
+        if BLOCK_M <= 32:
+            mask_D = mask_D.to(tl.int32)
+    low, high = split * count // SPLITS, (split + 1) * count // SPLITS
     acc_NM = _down(
-        x, qweight, scales, zero_points, chosen_D, i_D, split * count // SPLITS, (split + 1) * count // SPLITS, row_N, T, N, K,
-        J, G, KIND, GROUP_SIZE, SCALES, HAS_ZERO_POINTS, ASM, BLOCK_M, BLOCK_N, UNROLL, STAGES,
+        x, qweight, scales, zero_points, expert_D, mask_D, i_D, low, high, row_N, T, N, K, J, G, KIND, GROUP_SIZE, SCALES,
+        HAS_ZERO_POINTS, ASM, BLOCK_M, BLOCK_N, UNROLL, STAGES,
     )  # fmt: skip
     if (HAS_BIAS or HAS_SHARED) and split == 0:
         if HAS_BIAS:
@@ -181,14 +186,14 @@ def few_down_kernel(
 
 
 @triton.jit
-def _entry(chosen_D, i_D, i):
-    """Entry i of the list.  Registers hold the list: a load would take a stage of the loop's pipeline."""
-    return tl.sum(tl.where(i_D == i, chosen_D, 0), 0)
+def _entry(list_D, i_D, i):
+    """Entry i of a list.  Registers hold the list: a load would take a stage of the loop's pipeline."""
+    return tl.sum(tl.where(i_D == i, list_D, 0), 0)
 
 
 @triton.jit
 def _down(
-    x, qweight, scales, zero_points, chosen_D, i_D, low, high, row_N, T,
+    x, qweight, scales, zero_points, expert_D, mask_D, i_D, low, high, row_N, T,
     N: tl.constexpr, K: tl.constexpr, J: tl.constexpr, G: tl.constexpr,
     KIND: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr, HAS_ZERO_POINTS: tl.constexpr, ASM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr,
@@ -199,12 +204,12 @@ def _down(
     SCALED: tl.constexpr = "step" if SCALES == "row" else SCALES  # experts' rows have different scales
     m = tl.arange(0, BLOCK_M)
     acc_NM = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    next_N = scale_at(scales + ((_entry(chosen_D, i_D, low) >> 32) * N + row_N) * G, 0, K, GROUP_SIZE, SCALES)
+    next_N = scale_at(scales + (_entry(expert_D, i_D, low).to(tl.int64) * N + row_N) * G, 0, K, GROUP_SIZE, SCALES)
     for run in tl.range(low * RUNS, high * RUNS, num_stages=STAGES):
         i, first = run // RUNS, run % RUNS * UNROLL
-        entry = _entry(chosen_D, i_D, i)
-        ok_M = (entry >> m.to(tl.int64) & 1) > 0
-        at_N = (entry >> 32) * N + row_N
+        mask = _entry(mask_D, i_D, i)
+        ok_M = (mask >> m.to(mask_D.dtype) & 1) > 0
+        at_N = _entry(expert_D, i_D, i).to(tl.int64) * N + row_N
         x_M = x + (i * T + m).to(tl.int64) * K
         for n in tl.static_range(UNROLL):
             step, now_N = first + n, next_N
@@ -212,7 +217,7 @@ def _down(
                 next_N = scale_at(scales + at_N * G, tl.minimum(step + 1, STEPS - 1) * 128, K, GROUP_SIZE, SCALES)
             elif SCALES != "none":
                 after = tl.minimum(run + 1, high * RUNS - 1)
-                after_N = (_entry(chosen_D, i_D, after // RUNS) >> 32) * N + row_N
+                after_N = _entry(expert_D, i_D, after // RUNS).to(tl.int64) * N + row_N
                 next_N = scale_at(scales + after_N * G, after % RUNS * UNROLL * 128, K, GROUP_SIZE, SCALES)
             acc_NM = add_step(
                 acc_NM, x_M, ok_M, qweight + at_N * J, scales + at_N * G, zero_points + at_N * G, now_N, step, K,
@@ -224,7 +229,7 @@ def _down(
 def launch_few_gate_up(
     x_TH: Tensor, stack: Stack, form: Form, topk_weights_TK: Tensor, topk_ids_TK: Tensor, tiles: ExpertTiles
 ) -> tuple[Tensor, Tensor]:
-    """(activations times the tokens' weights [D, T, F]; the chosen experts and the masks of their tokens, [D] int64).
+    """(activations times the tokens' weights [D, T, F]; the chosen experts and the masks of their tokens, [2, D] int64).
 
     Of the first, rows of chosen experts' own tokens alone are written; of the second, with one token, nothing.
     """
@@ -234,14 +239,14 @@ def launch_few_gate_up(
     assert 0 < T <= min(MOST, tiles.block_m) and x_TH.stride(1) == 1 and x_TH.shape[1] == values["K"]
     assert topk_ids_TK.is_contiguous() and topk_weights_TK.is_contiguous() and topk_weights_TK.dtype == torch.float32
     y_DTF = torch.empty(D, T, N, dtype=x_TH.dtype, device=device)
-    chosen_D = torch.empty(D, dtype=torch.int64, device=device)
+    chosen_2D = torch.empty(2, D, dtype=torch.int64, device=device)
     few_gate_up_kernel[(triton.cdiv(N, tiles.block_n // 2), D)](
-        x_TH, *arguments, topk_weights_TK, topk_ids_TK, y_DTF, chosen_D, T, x_TH.stride(0), **values | {"N": N},
+        x_TH, *arguments, topk_weights_TK, topk_ids_TK, y_DTF, chosen_2D, T, x_TH.stride(0), **values | {"N": N},
         A=A, PADDED_EXPERTS=triton.next_power_of_2(E), PADDED_A=triton.next_power_of_2(A), ONE_TOKEN=T == 1,
         ALPHA=form.gate.alpha, LIMIT=form.gate.limit, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, UNROLL=tiles.unroll,
         STAGES=tiles.stages, num_warps=tiles.warps, num_stages=tiles.stages, **chained(device),
     )  # fmt: skip
-    return y_DTF, chosen_D
+    return y_DTF, chosen_2D
 
 
 def launch_few_down(
@@ -249,7 +254,7 @@ def launch_few_down(
     tiles: ExpertTiles, shared: SharedOutput | None, store_partials: bool,
 ) -> Tensor:  # fmt: skip
     """[T, N], or with store_partials [S, T, N] float32: the sum over experts.  gated: what launch_few_gate_up gave."""
-    (x_DTK, chosen_D), (T, A) = gated, topk_ids_TK.shape
+    (x_DTK, chosen_2D), (T, A) = gated, topk_ids_TK.shape
     arguments, values = _arguments(stack, form.down_bias, x_DTK)
     assert x_DTK.shape[2] == values["K"] and x_DTK.is_contiguous()
     assert shared is None or (shared.out_TH.is_contiguous() and shared.out_TH.shape == (T, values["N"]))
@@ -260,7 +265,7 @@ def launch_few_down(
     gate = None if shared is None else shared.gate_T1
     assert gate is None or (gate.is_contiguous() and gate.dtype == torch.float32 and gate.numel() == T)
     few_down_kernel[(num_tiles, tiles.splits)](
-        x_DTK, *arguments, topk_weights_TK, topk_ids_TK, chosen_D, none if shared is None else shared.out_TH,
+        x_DTK, *arguments, topk_weights_TK, topk_ids_TK, chosen_2D, none if shared is None else shared.out_TH,
         none if gate is None else gate, y, partials, arrivals, T, **values, A=A, D=x_DTK.shape[0],
         PADDED_D=triton.next_power_of_2(x_DTK.shape[0]), ONE_TOKEN=T == 1, HAS_SHARED=shared is not None,
         HAS_GATE=gate is not None, PARTIALS=store_partials, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
