@@ -147,7 +147,7 @@ GROUPS = (
         "late",
         "The convolution in front triggers late, so what stood before it is complete; states and what nodes left were written "
         "a round ago, under other numbers than those that tree_nodes writes in front of tree_rule. What comes next waits for a "
-        "complete convolution, too.",
+        "complete convolution, too, and chunk_scan for what chunk_prepare leaves.",
         "",
         {
             "chunk_prepare": "",
