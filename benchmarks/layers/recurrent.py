@@ -6,7 +6,7 @@
 Qwen3.5-27B's widths: 16 key and 48 value heads of 128, bf16, states in float32.  Times are medians of replays of CUDA graphs of
 CALLS layers, each with states of its own, so that none lies in the L2 cache.  The limit is the time to move at 4.48 TB/s one
 read and one write of each row's state, the nodes' inputs and outputs, what PENDING of the nodes before have left, and what the
-nodes leave.  --all tries other tiles: choose `tree_tiles` (specdec/ops/recurrent/tree_triton.py), TOKENS, TILES
+nodes leave.  --all tries other tiles: choose `tree_tiles` (specdec/ops/recurrent/trees/rule_triton.py), TOKENS, TILES
 (chunk_triton.py) and ONE, TREE, CHUNK (conv_triton.py) from them.
 
 Shapes: B rows, N nodes.
@@ -33,13 +33,32 @@ from specdec.ops.recurrent.conv_triton import ConvTiles, launch_chunk_convolutio
 from specdec.ops.recurrent.gated_delta import Gates
 from specdec.ops.recurrent.gated_norm import gated_norm
 from specdec.ops.recurrent.states import ChunkSteps, LayerStates, TreeSteps
-from specdec.ops.recurrent.tree_triton import RuleTiles, launch_tree_rule, tree_tiles
+from specdec.ops.recurrent.trees.rule_triton import RuleTiles, launch_tree_rule, tree_tiles
 
 BANDWIDTH = 4.48e12  # of an H200, as rounds/round_8b.py has it
 G, H, WIDTH, TAPS, CALLS, PENDING, PROMPT = 16, 48, 128, 4, 8, 3, 8192
 CHANNELS = (2 * G + H) * WIDTH
 SHAPES = {1: (1, 0, 1), 6: (6, 5, 6), 32: (32, 5, 6), 60: (60, 7, 8)}  # nodes, depth, places of a path
-TREE_TILES = [RuleTiles(*each) for each in ((16, 32, 4), (32, 32, 4), (64, 32, 4), (64, 32, 8), (32, 64, 4), (128, 32, 8))]
+# By nodes: one, at most 8, more.
+STEP_TILES = [RuleTiles(*each) for each in ((16, 32, 1), (32, 32, 1), (32, 32, 2), (64, 32, 2), (64, 32, 4), (128, 32, 4))]
+FEW_TILES = [
+    RuleTiles(*each, 1)
+    for each in ((16, 32, 1), (16, 64, 1), (32, 32, 1), (32, 32, 2), (32, 64, 2), (64, 32, 2), (64, 32, 4), (128, 32, 8))
+]
+MANY_TILES = [
+    RuleTiles(*each)
+    for each in (
+        (16, 32, 1, 4),
+        (32, 32, 2, 1),
+        (32, 32, 2, 2),
+        (32, 32, 2, 4),
+        (32, 32, 4, 4),
+        (64, 32, 4, 2),
+        (64, 32, 4, 4),
+        (64, 64, 4, 4),
+        (64, 32, 8, 4),
+    )
+]
 CHUNK_TILES = [
     (16, RuleTiles(32)), (16, RuleTiles(64)), (32, RuleTiles(16)), (32, RuleTiles(32)), (32, RuleTiles(64)),
     (32, RuleTiles(64, 32, 8)), (64, RuleTiles(32)), (64, RuleTiles(32, 32, 8)),
@@ -127,7 +146,7 @@ def measure_tree(B: int, N: int, every: bool) -> dict[str, Any]:
         "norm": time_calls(lambda _: gated_norm(out, world.z, world.norm, 1e-6)),
     }  # fmt: skip
     tried = {}
-    for tiles in TREE_TILES if every else ():
+    for tiles in (STEP_TILES if N == 1 else FEW_TILES if N <= 8 else MANY_TILES) if every else ():
         with suppress(OutOfResources):
             tried[str(tuple(tiles))] = time_calls(lambda call: rule(call, tiles))  # noqa: B023
     for own in CONV_TILES[min(N, 6)] if every else ():

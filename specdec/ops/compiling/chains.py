@@ -146,9 +146,15 @@ GROUPS = (
     KernelGroup(
         "late",
         "The convolution in front triggers late, so what stood before it is complete; states and what nodes left were written "
-        "a round ago. What comes next waits for a complete convolution, too.",
+        "a round ago, under other numbers than those that tree_nodes writes in front of tree_rule. What comes next waits for a "
+        "complete convolution, too.",
         "",
-        {"chunk_rule": "", "tree_rule": "count decay_left k_left parents path read state u_left"},
+        {
+            "chunk_rule": "",
+            "tree_nodes": "parents",
+            "step_rule": "count decay_left k_left path read state u_left",
+            "tree_rule": "count decay_left k_left path read state u_left",
+        },
     ),
     KernelGroup(
         "late",

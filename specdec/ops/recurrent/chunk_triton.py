@@ -15,7 +15,7 @@ from specdec.ops.launch import chained
 from specdec.ops.recurrent.gated_delta import Gates
 from specdec.ops.recurrent.shared_triton import PRECISION, log_decays, multiplied, products, rule, strengths
 from specdec.ops.recurrent.states import ChunkSteps, LayerStates, lie_whole
-from specdec.ops.recurrent.tree_triton import RuleTiles, check_rule
+from specdec.ops.recurrent.trees.rule_triton import RuleTiles, check_rule
 
 TOKENS, TILES = 32, RuleTiles(64, 32, 8)  # of a block; of a program: almost no register is spilled
 

@@ -126,3 +126,22 @@ def _inverse(system_NN, N: tl.constexpr, HALVINGS: tl.constexpr, PRECISION: tl.c
         between_NN = tl.dot(tl.where(is_between, system_NN, 0.0), inverse_NN, input_precision=PRECISION)
         inverse_NN -= tl.dot(inverse_NN, between_NN, input_precision=PRECISION)
     return inverse_NN
+
+
+@triton.jit
+def unit_inverse(system_NN, N: tl.constexpr, SQUARINGS: tl.constexpr, HALVINGS: tl.constexpr, PRECISION: tl.constexpr):
+    """Of 1 + a strictly lower triangular matrix: by halves (HALVINGS: log2(N)), or if that is 0 by powers.
+
+    x = -system, of whose powers those below 2^(SQUARINGS + 1) alone differ from 0: (1 + x)(1 + x^2)(1 + x^4).  The terms of
+    many powers would grow and cancel each other.
+    """
+    n = tl.arange(0, N)
+    if HALVINGS:
+        inverse_NN = _inverse(system_NN, N, HALVINGS, PRECISION)
+    else:
+        power_NN = -system_NN
+        inverse_NN = tl.where(n[:, None] == n[None, :], 1.0, power_NN)
+        for _ in tl.static_range(SQUARINGS):
+            power_NN = tl.dot(power_NN, power_NN, input_precision=PRECISION)
+            inverse_NN = tl.dot(inverse_NN, power_NN, inverse_NN, input_precision=PRECISION)
+    return inverse_NN

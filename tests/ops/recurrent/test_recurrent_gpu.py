@@ -15,7 +15,7 @@ from specdec.ops.recurrent.chunk_triton import launch_chunk_rule
 from specdec.ops.recurrent.conv import chunk_convolution, tree_convolution
 from specdec.ops.recurrent.gated_delta import Gates, chunk_outputs, tree_outputs
 from specdec.ops.recurrent.states import ChunkSteps, LayerStates, TreeSteps
-from specdec.ops.recurrent.tree_triton import launch_tree_rule
+from specdec.ops.recurrent.trees.rule_triton import launch_tree_rule
 
 pytestmark = pytest.mark.gpu
 SIZES = Sizes(G=16, H=48, K=128, V=128)

@@ -8,7 +8,7 @@ from toolkit.recurrent.rounds import copied, equal_memory, in_the_middle, inputs
 
 from specdec.ops.recurrent.chunk_triton import launch_chunk_rule
 from specdec.ops.recurrent.gated_delta import Gates, chunk_outputs, tree_outputs
-from specdec.ops.recurrent.tree_triton import launch_tree_rule
+from specdec.ops.recurrent.trees.rule_triton import launch_tree_rule
 
 ALIKE, SHARED = Sizes(G=2, H=2, K=16, V=32), Sizes(G=1, H=3, K=32, V=16)
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}
@@ -24,6 +24,7 @@ def on_device(gates: Gates) -> Gates:
         (SHARED, 1, "chain", 1, torch.float16),
         (ALIKE, 1, "chain", 6, torch.float32),
         (ALIKE, 6, "chain", 6, torch.float16),
+        (SHARED, 7, "tree", 6, torch.float32),
         (SHARED, 32, "chain", 2, torch.float32),
         (ALIKE, 32, "tree", 6, torch.float32),
         (SHARED, 20, "deep tree", 6, torch.float32),
@@ -46,19 +47,20 @@ def test_trees_equal_the_definition(sizes: Sizes, nodes: int, kind: str, before:
     equal_memory(layer, now.layer, 1e-5)
 
 
+@pytest.mark.parametrize("nodes", [8, 20])
 @pytest.mark.parametrize("broken", ["query", "key", "value", "decay", "strength"])
-def test_a_broken_node_reaches_those_below_it_alone(broken: str) -> None:
+def test_a_broken_node_reaches_those_below_it_alone(broken: str, nodes: int) -> None:
     """Keeps out: a draft token that overflows and fails a request, which without drafts would have gone on."""
-    now = in_the_middle(ALIKE, 20, False, torch.float32, seed=3, before=2)
+    now = in_the_middle(ALIKE, nodes, False, torch.float32, seed=3, before=2)
     node, parents = 4, now.steps.parents_BN
     below_BN = parents == -1  # nodes that are the broken one, or below it
     below_BN[:, node] = True
-    for child in range(node + 1, 20):
+    for child in range(node + 1, nodes):
         below_BN[:, child] |= below_BN.gather(1, parents[:, child : child + 1])[:, 0]
     y, a, b = now.x_TC.clone(), now.a_TH.clone(), now.b_TH.clone()
     clean = tree_outputs(y, now.weights.gates(a, b), copied(now.layer, torch.device("cpu")), now.steps)
     for row in range(len(parents)):
-        at, columns = 20 * row + node, {"query": 1, "key": ALIKE.G * ALIKE.K + 1, "value": 2 * ALIKE.G * ALIKE.K + 1}
+        at, columns = nodes * row + node, {"query": 1, "key": ALIKE.G * ALIKE.K + 1, "value": 2 * ALIKE.G * ALIKE.K + 1}
         if broken in columns:
             y[at, columns[broken]] = torch.inf if row % 2 else torch.nan
         (a if broken == "decay" else b)[at, 0] = torch.nan if broken in ("decay", "strength") else 0.0

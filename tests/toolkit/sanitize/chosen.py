@@ -8,6 +8,8 @@ from pathlib import Path
 
 from toolkit.sanitize.explained import ROOMS
 
+RULE = "tests/ops/recurrent/test_rule_triton.py"
+
 CHOSEN: dict[str, list[str]] = {
     # ops
     "add_rms_norm_kernel": ["tests/ops/test_norm.py::test_sum_and_norm_equal_the_definition[3-300-dtype2]"],
@@ -67,7 +69,11 @@ CHOSEN: dict[str, list[str]] = {
     "chunk_convolution_kernel": [
         "tests/ops/recurrent/test_conv_triton.py::test_parts_equal_the_definition[lengths0-2-16-dtype0]"
     ],
-    "tree_rule_kernel": ["tests/ops/recurrent/test_rule_triton.py::test_trees_equal_the_definition[sizes4-32-False-6-dtype4]"],
+    "step_rule_kernel": [f"{RULE}::test_trees_equal_the_definition[sizes1-1-chain-6-dtype1]"],
+    "tree_nodes_kernel": [],
+    "tree_rule_kernel": [
+        f"{RULE}::test_trees_equal_the_definition[sizes{at}]" for at in ("3-7-tree-6-dtype3", "5-32-tree-6-dtype5")
+    ],
     "chunk_rule_kernel": [
         "tests/ops/recurrent/test_rule_triton.py::test_parts_equal_the_definition[sizes0-lengths0-2-32-dtype0]"
     ],
