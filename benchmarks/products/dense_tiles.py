@@ -44,7 +44,7 @@ ROOM = {1: WHOLE_SM, 2: HALF_SM, 3: 74_000}  # bytes of a program's stages, by p
 PIECES = ((64, 256, 1), (64, 256, 2), (64, 128, 1), (64, 128, 2), (64, 128, 3), (128, 128, 1), (128, 128, 2), (128, 256, 1))
 
 
-class Kernel(NamedTuple):
+class CompiledTiles(NamedTuple):
     """What is compiled once."""
 
     tiles: ProductTiles
@@ -69,15 +69,15 @@ def policy(M: int, N: int, K: int, gated: bool, partials: bool) -> ProductTiles 
     return product_tiles(M, N, K, torch.bfloat16, gated, H200, partials)
 
 
-def kernels_of(models: list[str], names: list[str], rows: list[int]) -> Iterator[Kernel]:
+def kernels_of(models: list[str], names: list[str], rows: list[int]) -> Iterator[CompiledTiles]:
     for name, (N, K) in ((name, shape) for model in models for name, shape in SHAPES[model].items() if name in names):
         for M in rows:
             own = policy(M, N, K, name == "gate_up", name in ADDED)
             for tiles in [*candidates(M, N, K), *([own] if own else [])]:
-                yield Kernel(tiles, name == "gate_up", name in ADDED and tiles.splits > 1)
+                yield CompiledTiles(tiles, name == "gate_up", name in ADDED and tiles.splits > 1)
 
 
-def compile_one(kernel: Kernel) -> str:
+def compile_one(kernel: CompiledTiles) -> str:
     """In a process of its own, on a small weight: what was compiled is found by the others on disk."""
     x_MK, weight_NK = (torch.zeros(rows, 4096, device="cuda", dtype=torch.bfloat16) for rows in (1, 2048))
     try:
@@ -91,7 +91,7 @@ def compile_one(kernel: Kernel) -> str:
     return ""
 
 
-class Product:
+class TimedProduct:
     """Copies of one weight, and its product for M rows with the norm beside it."""
 
     def __init__(self, name: str, N: int, K: int) -> None:
@@ -120,7 +120,7 @@ class Product:
         return graph_us(step, 9) / len(self.todo)
 
 
-def measure(product: Product, M: int) -> dict[str, Any]:
+def measure(product: TimedProduct, M: int) -> dict[str, Any]:
     own = policy(M, product.N, product.K, product.gated, product.adds)
     found: dict[str, float] = {}
     for tiles in candidates(M, product.N, product.K):
@@ -164,7 +164,7 @@ def main() -> None:
         for model in args.models:
             print(model)
             for name in (name for name in SHAPES[model] if name in args.shapes):
-                product = Product(name, *SHAPES[model][name])
+                product = TimedProduct(name, *SHAPES[model][name])
                 for M in args.rows:
                     rows.append({"model": model} | measure(product, M))
                     show(rows[-1], args.top)
