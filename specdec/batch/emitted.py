@@ -3,7 +3,8 @@
 This module knows neither the verifier nor the drafter.
 
 Shapes: B rows, E places on a path, X = E + 3 numbers of a row, F features of a token.  Of log-probabilities: R rows of logits,
-W a rank's run of the vocabulary, k likeliest tokens, Y = 1 + 2k numbers of a token.
+W a rank's run of the vocabulary, k likeliest tokens, X = 1 + k of which a token has log-probabilities, Y = X + k numbers of a
+token.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.parallel.vocabulary import Vocabulary
@@ -102,21 +102,20 @@ class FirstTokens(NamedTuple):
 
 def token_logprobs(logits_RW: Tensor, tokens_R: Tensor, top: int, vocabulary: Vocabulary) -> Tensor:
     """[R, Y] int64: the log-probability of each row's token, those of the likeliest tokens, and these tokens' ids.  Of
-    log-probabilities it holds the bits of float64 numbers.
+    log-probabilities it holds the bits of float64 numbers.  They depend on the row's logits alone, bit for bit.
 
     logits_RW: of this rank's run of the vocabulary.  tokens_R: int64.  top: k, at most as many as there are tokens.
     """
-    likeliest_Rk, ids_Rk = vocabulary.top(logits_RW, max(1, min(top, vocabulary.size)))
-    best_R1 = vocabulary.largest(logits_RW)[:, None].float()
-    local_R1 = (tokens_R - vocabulary.first)[:, None]
-    is_own_R1 = (local_R1 >= 0) & (local_R1 < vocabulary.own)
-    padded_RW = F.pad(logits_RW, (0, 1))  # a column for other ranks' tokens
-    own_R1 = padded_RW.gather(1, torch.where(is_own_R1, local_R1, vocabulary.own))
-    logit_R1 = vocabulary.group.all_reduce(own_R1.float())
-    # The largest logit's token has minus the logarithm of the sum over all, of differences from that logit.
-    floats = [(logit_R1 - best_R1) + likeliest_Rk[:, :1], *([likeliest_Rk] if top else [])]
-    bits = [each.double().view(torch.int64) for each in floats]
-    return torch.cat([*bits, ids_Rk] if top else bits, dim=1)
+    wanted_RX = tokens_R[:, None]
+    if top:
+        wanted_RX = torch.cat((wanted_RX, vocabulary.top(logits_RW, min(top, vocabulary.size))[1]), dim=1)
+    local_RX, own_RX = wanted_RX - vocabulary.first, torch.zeros_like(wanted_RX, dtype=torch.float32)
+    if vocabulary.own:
+        is_own_RX = (local_RX >= 0) & (local_RX < vocabulary.own)
+        own_RX = torch.where(is_own_RX, logits_RW.gather(1, local_RX.clamp(0, vocabulary.own - 1)).float(), 0.0)
+    best_R1, of_best_R1 = vocabulary.best_logprobs(logits_RW)
+    bits_RX = ((vocabulary.group.all_reduce(own_RX) - best_R1) + of_best_R1).double().view(torch.int64)
+    return torch.cat((bits_RX, wanted_RX[:, 1:]), dim=1)
 
 
 def read_logprobs(numbers_Y: Tensor) -> list[list[Logprobs]]:

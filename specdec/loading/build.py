@@ -65,7 +65,7 @@ def build_engine(model: Target, head: DraftModel | None, settings: EngineSetting
         settings.options.max_batch_size,
         pads_rows=bool(graphs),
         sharing=None if runner.shared is None else RowSharing(settings.page_tokens, devices.MIN_SAVED[device]),
-        mixing=mixing(model, head, settings, runner.workers.verifier.backend),
+        mixing=mixing(model, head, settings, runner.workers.verifier.backend, devices.MIXED_COST[device]),
     )
     return Engine(scheduler, runner, devices.DEPTH[device])
 
@@ -81,14 +81,16 @@ def speculation(head: DraftModel | None, settings: EngineSettings) -> Speculatio
     return Speculation(head.shapes(spec), seconds, longest, spec.is_auto, settings.first_accepted)
 
 
-def mixing(model: Target, head: DraftModel | None, settings: EngineSettings, backend: Backend) -> Mixing | None:
-    """How chunks and rounds share passes; None: they take turns.
+def mixing(
+    model: Target, head: DraftModel | None, settings: EngineSettings, backend: Backend, least: int | None
+) -> Mixing | None:  # fmt: skip
+    """How chunks and rounds share passes; None: they take turns.  least: of Mixing; None: nobody's share any.
 
     They share none where a pass can't be captured as one graph, where rows must not depend on what is computed with them, where
     several ranks or an encoder take part, and where layers read latents or a choice of keys, or keep states by row.  Nor do
     trees, whose many nodes leave little to be gained, and rounds of SpecConfig("auto"), which are timed.
     """
-    least, config, spec = devices.MIXED_COST[settings.device.type], model.config, settings.spec
+    config, spec = model.config, settings.spec
     is_captured = settings.cuda_graphs and backend.reads_no_lengths and settings.target_backend == "native"
     is_alone = model.group.size == 1 and config.encoder is None and not settings.numerics.is_invariant
     reads_heads = not config.keeps_latents and config.max_read is None and config.recurrent is None

@@ -76,6 +76,19 @@ def top_tokens(
     return out[0].copy_(logp), out[1].copy_(ids)
 
 
+def best_logprobs(logits_RV: Tensor) -> Tensor:
+    """[R, 1] float32: the log-probability of each row's most likely token.
+
+    On a GPU its sum has one order for each V, and that of `top_tokens` another for other numbers of rows, other k and dtypes.
+    """
+    if use_kernels(logits_RV):
+        from specdec.ops.topk_triton import launch_best_logprobs
+
+        return launch_best_logprobs(logits_RV)
+    logits_RV = logits_RV.float()
+    return -(logits_RV - logits_RV.amax(-1, keepdim=True)).exp().sum(-1, keepdim=True).log()
+
+
 def greedy_tokens(
     logits: Tensor, offsets_V: Tensor | None = None, *, finite: bool = False, noise: Noise | None = None
 ) -> Tensor:

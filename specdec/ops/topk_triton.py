@@ -25,6 +25,7 @@ from specdec.ops.noise.gumbel_triton import noise_arguments, perturbation, steep
 LOWEST_32 = tl.constexpr(-(2**31))
 LOWEST_64 = tl.constexpr(-(2**63))
 PROGRAMS = 256  # programs that fill a GPU
+ORDERED_SLICE = 4096  # tokens of a slice where sums have one order
 MAX_KEYS = 64  # threshold: slices are made larger until a row has at most this many keys to merge
 
 
@@ -299,6 +300,12 @@ def launch_top_tokens(
     assert logp.shape == ids.shape == shape and logp.is_contiguous() and ids.is_contiguous()
     merge_scanned(scan(logits.reshape(-1, logits.shape[-1]), k, True), offsets_V, logp, ids)
     return logp, ids
+
+
+def launch_best_logprobs(logits_RV: Tensor) -> Tensor:
+    """`topk.best_logprobs`: [R, 1].  A program loads, and so adds up, 16-bit numbers in other portions than float32."""
+    scan = partial(launch_scan, size=ORDERED_SLICE)
+    return launch_top_tokens(logits_RV.float().contiguous(), 1, None, None, scan)[0]
 
 
 def launch_greedy_tokens(logits: Tensor, offsets_V: Tensor | None, finite: bool = False, scan: Scan = launch_scan) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 from specdec.ops.launch import use_kernels
 from specdec.ops.noise.approximate_cutoff import bins_of, cutoffs_of_bins
 from specdec.ops.noise.gumbel import Noise, perturb
-from specdec.ops.topk import greedy_tokens, stable_topk, top_tokens, with_offsets
+from specdec.ops.topk import best_logprobs, greedy_tokens, stable_topk, top_tokens, with_offsets
 from specdec.parallel.group import Group
 
 if TYPE_CHECKING:
@@ -91,6 +91,19 @@ class Vocabulary(NamedTuple):
             return logits_RW.amax(-1)
         own_R = logits_RW.amax(-1) if self.own else logits_RW.new_full(logits_RW.shape[:1], -torch.inf)
         return self.group.all_gather(own_R).amax(0)
+
+    def best_logprobs(self, logits_RW: Tensor) -> tuple[Tensor, Tensor]:
+        """(the largest logit of each row, its log-probability), [R, 1] float32 each, in one order of sums: see topk.py."""
+        if self.group.size == 1:
+            return logits_RW.amax(-1, keepdim=True).float(), best_logprobs(logits_RW)
+        own_R2 = logits_RW.new_full((len(logits_RW), 2), -torch.inf, dtype=torch.float32)
+        if self.own:
+            own_R2 = torch.cat((logits_RW.amax(-1, keepdim=True).float(), best_logprobs(logits_RW)), dim=1)
+        best_NR, logprob_NR = self.group.all_gather(own_R2.double()).unbind(-1)
+        best_R = best_NR.amax(0)
+        totals_NR = torch.where(best_NR == -torch.inf, 0.0, (best_NR - best_R - logprob_NR).exp())
+        total_R = sum(totals_NR.unbind(0)[1:], start=totals_NR[0])  # torch's sum may have another order for other R
+        return best_R[:, None].float(), -total_R[:, None].log().float()
 
     def use_kernels(self, logits_RW: Tensor, k: int) -> bool:
         """Whether kernels go on with what `scan` finds.  Several ranks need equal runs for that, so that all find as much."""

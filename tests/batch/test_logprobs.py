@@ -1,10 +1,13 @@
 """Log-probabilities on one rank and on several that share the vocabulary: those of float64 over whole logits."""
 
+import itertools
+
 import pytest
 import torch
 from toolkit.parallel.ranks import ThreadGroup, on_ranks, run_of
 
 from specdec.batch.emitted import read_logprobs, token_logprobs
+from specdec.parallel.group import ALONE
 from specdec.parallel.vocabulary import Vocabulary
 from specdec.steps import Logprobs
 
@@ -29,3 +32,16 @@ def test_each_rank_has_the_numbers_of_whole_logits(size: int, top: int) -> None:
         values_RX = torch.tensor([each.values for (each,) in found], dtype=torch.float64)
         torch.testing.assert_close(values_RX, want_RX, atol=1e-5, rtol=1e-5)
         assert [each.ids for (each,) in found] == ids_Rk.tolist()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("V", [2048, 4999])
+def test_a_row_s_numbers_depend_on_its_logits_alone(V: int) -> None:
+    """Keeps out: a sum in another order beside other rows, beside rows that want more tokens, or in another type, by which
+    texts in deterministic mode have other log-probabilities when they are computed again."""
+    logits_RV = (3 * torch.randn(70, V, generator=torch.Generator().manual_seed(V))).to("cuda", torch.bfloat16)
+    tokens_R, vocabulary = torch.arange(70, device="cuda"), Vocabulary.of(V, ALONE)
+    (want,) = read_logprobs(token_logprobs(logits_RV[:1], tokens_R[:1], 20, vocabulary))[0]
+    for dtype, rows, top in itertools.product((torch.bfloat16, torch.float32), (1, 6, 70), (0, 5, 20)):
+        (found,) = read_logprobs(token_logprobs(logits_RV[:rows].to(dtype), tokens_R[:rows], top, vocabulary))[0]
+        assert found == Logprobs(want.values[: top + 1], want.ids[:top]), (dtype, rows, top)

@@ -13,8 +13,8 @@ import torch
 from toolkit.kernels import DEVICE
 from torch import Tensor
 
-from specdec.ops.topk import greedy_tokens, top_tokens
-from specdec.ops.topk_triton import Scan, launch_greedy_tokens, launch_scan, launch_top_tokens, slice_size
+from specdec.ops.topk import best_logprobs, greedy_tokens, top_tokens
+from specdec.ops.topk_triton import Scan, launch_best_logprobs, launch_greedy_tokens, launch_scan, launch_top_tokens, slice_size
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -53,6 +53,20 @@ def check(logits: Tensor, k: int, scan: Scan = launch_scan) -> None:
     torch.testing.assert_close(logp.cpu(), want_logp, atol=2e-5, rtol=2e-6)
     assert not bool((logp > 0).any())
     assert torch.equal(launch_greedy_tokens(on_device, None, scan=scan).cpu(), greedy_tokens(logits))
+
+
+def test_the_best_one_s_log_probability_is_one_number() -> None:
+    """Keeps out: a log-probability whose last bit tells how many rows, or rows of what type, were computed beside it."""
+    logits = hard_rows(4100, torch.bfloat16, 1).repeat(8, 1)
+    on_device = logits.to(DEVICE)
+    got = launch_best_logprobs(on_device)
+    want = logits.double().log_softmax(-1).amax(-1, keepdim=True).float()
+    for found in (got.cpu(), best_logprobs(logits)):
+        torch.testing.assert_close(found, want, atol=2e-5, rtol=2e-6)
+    strided = torch.zeros(64, 4112, dtype=torch.float32, device=DEVICE)[:, :4100].copy_(on_device)
+    assert all(torch.equal(launch_best_logprobs(given), got) for given in (on_device.float(), strided))
+    for rows in (1, 3, 8):
+        assert torch.equal(launch_best_logprobs(on_device[:rows]), got[:rows]), rows
 
 
 @pytest.mark.slow_cases

@@ -83,11 +83,11 @@ def _fill_delta_net(net: GatedDeltaNet, checkpoint: Checkpoint, prefix: str) -> 
         "in_proj_qkvz": partial(by_groups, groups=G, sizes=(*[whole.key_width] * 2, values, values), ranks=ranks),
         "in_proj_ba": partial(by_groups, groups=G, sizes=(group, group), ranks=ranks),
     }
-    for matrix in (net.in_proj, net.gates_proj):
+    for matrix in filter(None, (net.in_proj, net.gates_proj)):
         fill_linear(matrix, checkpoint, {part: f"{prefix}.{part}" for part in matrix.parts.sizes}, arrange)
     fill_linear(net.out_proj, checkpoint, f"{prefix}.out_proj")
-    C, Z = net.conv_CZ.shape
-    conv = Stored(net.conv_CZ.detach()[:, None], (C * ranks, 1, Z), start=C * net.shard.rank)
+    Z, C = net.conv_ZC.shape
+    conv = Stored(net.conv_ZC.detach().t()[:, None], (C * ranks, 1, Z), start=C * net.shard.rank)
     copy_run(conv, checkpoint, f"{prefix}.conv1d.weight", queries_first)
     copy_(net.norm_E, checkpoint, f"{prefix}.norm.weight")
     own = net.shard.piece(whole.value_heads)

@@ -29,6 +29,8 @@ from specdec.ops.recurrent.output_gate import gated_output
 from specdec.ops.rope import HeadPrep, Rotation
 from specdec.ops.rows import select_rows
 
+ROWS = 8  # of a matrix: a multiple of so many is what the kernels of few tokens take (ops/products/tiles/dense.py)
+
 
 class GatedAttention(SelfAttention):
     """SelfAttention whose output is multiplied by the sigmoid of a gate of its own width, before the output projection.
@@ -54,7 +56,7 @@ class GatedDeltaNet(RecurrentLayer):
     """The gated delta rule as a layer: projections, the rule with its convolution, a gated norm, the output projection.
 
     in_proj: queries, keys, values, and the gates z of the outputs.  gates_proj: of each value head b, its strengths, then a,
-    its decays.  conv_CZ: in the model's dtype.  A_log_V, dt_bias_V: float32 in a model of any dtype.
+    its decays.  conv_ZC: in the model's dtype.  A_log_V, dt_bias_V: float32 in a model of any dtype.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -66,10 +68,11 @@ class GatedDeltaNet(RecurrentLayer):
         wide, gates = {"in_proj_qkv": sizes.channels, "in_proj_z": outputs}, {"in_proj_b": V, "in_proj_a": V}
         if config.family == NEXT:
             wide, gates = {"in_proj_qkvz": sizes.channels + outputs}, {"in_proj_ba": 2 * V}
-        self.in_proj = Linear.column(H, wide, config.shard)
-        self.gates_proj = Linear.column(H, gates, config.shard)
+        in_one = config.quantization is None and (sizes.channels + outputs + 2 * V) % ROWS == 0
+        self.in_proj = Linear.column(H, wide | gates if in_one else wide, config.shard)
+        self.gates_proj = None if in_one else Linear.column(H, gates, config.shard)
         self.out_proj = Linear.row(outputs, H, config.shard)
-        self.conv_CZ = new_weight(sizes.channels, sizes.taps)
+        self.conv_ZC = new_weight(sizes.taps, sizes.channels)
         self.norm_E = new_weight(sizes.value_width)
         self.A_log_V, self.dt_bias_V = (nn.Buffer(torch.empty(V, dtype=torch.float32, device=device)) for _ in range(2))
 
@@ -77,11 +80,11 @@ class GatedDeltaNet(RecurrentLayer):
         self, x_TH: Tensor, rotation: Rotation, attn: AttentionFn, layer: int, rows_R: Tensor | None = None
     ) -> Tensor | Partials:
         """As of GatedAttention.  Nothing turns with positions."""
-        V, E = self.config.value_heads, self.config.value_width
-        x_TC, z_TY = self.in_proj(x_TH).tensor_split((self.config.channels,), dim=1)
-        b_TV, a_TV = self.gates_proj(x_TH).chunk(2, dim=1)
+        V, E, C = self.config.value_heads, self.config.value_width, self.config.channels
+        x_TC, z_TY, gates_TW = self.in_proj(x_TH).tensor_split((C, C + V * E), dim=1)
+        b_TV, a_TV = (gates_TW if self.gates_proj is None else self.gates_proj(x_TH)).chunk(2, dim=1)
         gates = Gates(a_TV, b_TV, self.A_log_V, self.dt_bias_V)
-        out_RVE = attn(layer, GatedDeltaInputs(x_TC, gates, self.conv_CZ, self.config), rows_R)
+        out_RVE = attn(layer, GatedDeltaInputs(x_TC, gates, self.conv_ZC, self.config), rows_R)
         z_RY = z_TY if rows_R is None else select_rows(z_TY, rows_R)
         normed_RVE = gated_norm(out_RVE, z_RY.unflatten(1, (V, E)), self.norm_E, self.eps)
         return self.out_proj(normed_RVE.flatten(1), partials=True)

@@ -25,24 +25,24 @@ from specdec.ops.recurrent.states import ChunkSteps, LayerStates, TreeSteps
 class GatedDeltaInputs(LayerInputs):
     """Projections of the pass's tokens, before the convolution.
 
-    x_TC: queries of all key heads, their keys, values of all value heads.  weight_CZ: the convolution's.  config: its sizes.
+    x_TC: queries of all key heads, their keys, values of all value heads.  weight_ZC: the convolution's.  config: its sizes.
     """
 
     x_TC: Tensor
     gates: Gates
-    weight_CZ: Tensor
+    weight_ZC: Tensor
     config: RecurrentConfig
 
     def by_states(self, layer: LayerStates, steps: TreeSteps | ChunkSteps) -> Tensor:
         """[T, H, E]: the outputs of all tokens.  The layer's states go on by what is pending, and by the parts of prompts."""
         if isinstance(steps, TreeSteps):
-            return tree_outputs(tree_convolution(self.x_TC, self.weight_CZ, layer, steps), self.gates, layer, steps)
-        return chunk_outputs(chunk_convolution(self.x_TC, self.weight_CZ, layer, steps), self.gates, layer, steps)
+            return tree_outputs(tree_convolution(self.x_TC, self.weight_ZC, layer, steps), self.gates, layer, steps)
+        return chunk_outputs(chunk_convolution(self.x_TC, self.weight_ZC, layer, steps), self.gates, layer, steps)
 
     def whole_rows(self, rows: int) -> Tensor:
         x_BNC = F.pad(self.x_TC.view(rows, -1, self.x_TC.shape[1]), (0, 0, self.config.taps - 1, 0))
         sizes = self.config.key_heads, self.config.key_width, self.config.value_width
-        return row_outputs(convolved(x_BNC, self.weight_CZ), self.gates, *sizes).flatten(0, 1)
+        return row_outputs(convolved(x_BNC, self.weight_ZC), self.gates, *sizes).flatten(0, 1)
 
     def paged(self, call: LayerCall) -> Tensor:
         raise AssertionError("a recurrent layer keeps no keys: its target's passes are hybrid ones")

@@ -139,16 +139,23 @@ GROUPS = (
     KernelGroup(
         "late",
         "The gated delta rule comes after the convolution, and reads the numbers, parents and accepted nodes of the round, and "
-        "what the round before left, before its wait.",
-        "tree_convolution chunk_convolution",
-        {},
+        "what the round before left, before its wait. So does the convolution, after a product, which triggers late too.",
+        "",
+        {"chunk_convolution": "weight", "tree_convolution": "conv count left path read weight"},
     ),
     KernelGroup(
         "late",
         "The convolution in front triggers late, so what stood before it is complete; states and what nodes left were written "
-        "a round ago. What comes next waits for a complete convolution, too.",
+        "a round ago, under other numbers than those that tree_nodes writes in front of tree_rule. What comes next waits for a "
+        "complete convolution, too, and chunk_scan for what chunk_prepare leaves.",
         "",
-        {"chunk_rule": "", "tree_rule": "count decay_left k_left parents path read state u_left"},
+        {
+            "chunk_prepare": "",
+            "chunk_scan": "",
+            "tree_nodes": "parents",
+            "step_rule": "count decay_left k_left path read state u_left",
+            "tree_rule": "count decay_left k_left path read state u_left",
+        },
     ),
     KernelGroup(
         "late",

@@ -16,14 +16,14 @@ from specdec.ops.launch import use_kernels
 from specdec.ops.recurrent.states import ChunkSteps, LayerStates, TreeSteps
 
 
-def tree_convolution(x_TC: Tensor, weight_CZ: Tensor, layer: LayerStates, steps: TreeSteps) -> Tensor:
+def tree_convolution(x_TC: Tensor, weight_ZC: Tensor, layer: LayerStates, steps: TreeSteps) -> Tensor:
     """[T, C]: each node's output.  The pending path is added to the last inputs, and the nodes leave theirs."""
     if use_kernels(x_TC):
         from specdec.ops.recurrent.conv_triton import launch_tree_convolution
 
-        return launch_tree_convolution(x_TC, weight_CZ, layer, steps)
+        return launch_tree_convolution(x_TC, weight_ZC, layer, steps)
     B, N = steps.parents_BN.shape
-    W, x_BNC = weight_CZ.shape[1] - 1, x_TC.view(B, N, -1)
+    W, x_BNC = weight_ZC.shape[0] - 1, x_TC.view(B, N, -1)
     last_BWC = _last_inputs(layer, steps)
     layer.conv_PWC.index_copy_(0, steps.write_B, last_BWC)
     layer.x_LNC[steps.write_B, :N] = x_BNC
@@ -31,10 +31,10 @@ def tree_convolution(x_TC: Tensor, weight_CZ: Tensor, layer: LayerStates, steps:
     at_BN = torch.arange(W, W + N, dtype=torch.int64, device=x_TC.device).expand(B, N)
     above_BN = torch.cat((at_BN[:, :1] - 1, W + steps.parents_BN[:, 1:]), dim=1)  # the root follows the last input
     above_BM = torch.cat((at_BN.new_tensor([0, *range(W - 1)]).expand(B, W), above_BN), dim=1)
-    y_BNC = known_BMC.gather(1, at_BN[..., None].expand_as(x_BNC)).to(_wide(x_TC)) * weight_CZ[:, W]
+    y_BNC = known_BMC.gather(1, at_BN[..., None].expand_as(x_BNC)).to(_wide(x_TC)) * weight_ZC[W]
     for tap in range(W - 1, -1, -1):
         at_BN = above_BM.gather(1, at_BN)
-        y_BNC = y_BNC + known_BMC.gather(1, at_BN[..., None].expand_as(x_BNC)) * weight_CZ[:, tap]
+        y_BNC = y_BNC + known_BMC.gather(1, at_BN[..., None].expand_as(x_BNC)) * weight_ZC[tap]
     return F.silu(y_BNC).to(x_TC.dtype).flatten(0, 1)
 
 
@@ -50,27 +50,27 @@ def _last_inputs(layer: LayerStates, steps: TreeSteps) -> Tensor:
     return both_BMC.gather(1, at_BW[..., None].expand_as(conv_BWC))
 
 
-def chunk_convolution(x_TC: Tensor, weight_CZ: Tensor, layer: LayerStates, steps: ChunkSteps) -> Tensor:
+def chunk_convolution(x_TC: Tensor, weight_ZC: Tensor, layer: LayerStates, steps: ChunkSteps) -> Tensor:
     """[T, C]: each token's output; that of padding is anything."""
     if use_kernels(x_TC):
         from specdec.ops.recurrent.conv_triton import launch_chunk_convolution
 
-        return launch_chunk_convolution(x_TC, weight_CZ, layer, steps)
-    y_TC, W, cu = torch.zeros_like(x_TC), weight_CZ.shape[1] - 1, steps.cu_B1.tolist()
+        return launch_chunk_convolution(x_TC, weight_ZC, layer, steps)
+    y_TC, W, cu = torch.zeros_like(x_TC), weight_ZC.shape[0] - 1, steps.cu_B1.tolist()
     for b, (read, write) in enumerate(zip(steps.read_B.tolist(), steps.write_B.tolist(), strict=True)):
         begin, end = cu[b], cu[b + 1]
         known_MC = torch.cat((layer.conv_PWC[read], x_TC[begin:end]))
         if begin < end:
-            y_TC[begin:end] = convolved(known_MC[None], weight_CZ)[0]
+            y_TC[begin:end] = convolved(known_MC[None], weight_ZC)[0]
         layer.conv_PWC[write] = known_MC[len(known_MC) - W :]
         layer.conv_PWC[steps.keep_B[b]] = known_MC[int(steps.after_B[b]) :][:W]
     return y_TC
 
 
-def convolved(x_BMC: Tensor, weight_CZ: Tensor) -> Tensor:
+def convolved(x_BMC: Tensor, weight_ZC: Tensor) -> Tensor:
     """[B, M - W, C]: the outputs of all inputs but the first W."""
-    taps_BNCZ = x_BMC.unfold(1, weight_CZ.shape[1], 1).to(_wide(x_BMC))
-    return F.silu((taps_BNCZ * weight_CZ).sum(-1)).to(x_BMC.dtype)
+    taps_BNCZ = x_BMC.unfold(1, weight_ZC.shape[0], 1).to(_wide(x_BMC))
+    return F.silu((taps_BNCZ * weight_ZC.t()).sum(-1)).to(x_BMC.dtype)
 
 
 def _wide(x: Tensor) -> torch.dtype:

@@ -7,6 +7,8 @@ Shapes: as of conv.py.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -15,13 +17,27 @@ from torch import Tensor
 from specdec.ops.launch import chained
 from specdec.ops.recurrent.states import ChunkSteps, LayerStates, TreeSteps, lie_whole
 
-CHUNK_TOKENS, CHUNK_CHANNELS = 16, 256  # of a program over a part
+
+class ConvTiles(NamedTuple):
+    """Channels of a program, its warps, the nodes (or tokens) that it computes at once, and about how many programs there are.
+
+    programs: trees alone; with fewer of them, a program computes more of a tree's nodes, whose ancestors it then has in L1.
+    """
+
+    channels: int
+    warps: int
+    rows: int
+    programs: int = 1
+
+
+ONE, TREE = ConvTiles(256, 2, 1), ConvTiles(256, 4, 4, 1056)  # of a lone node, and of trees: eight programs for each SM
+CHUNK = ConvTiles(1024, 4, 16)
 
 
 @triton.jit
 def tree_convolution_kernel(
     x,  # [B * N, C]
-    weight,  # [C, W + 1]
+    weight,  # [W + 1, C]
     conv,  # [P, W, C]
     left,  # [L, .., C]: inputs of the last trees' nodes
     read, write, count,  # [B]
@@ -30,126 +46,167 @@ def tree_convolution_kernel(
     out,  # [B * N, C]
     stride_x, stride_conv, stride_left,
     C: tl.constexpr, W: tl.constexpr, N: tl.constexpr, E: tl.constexpr, CHAIN: tl.constexpr,
-    PADDED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    STEPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    b = tl.program_id(1).to(tl.int64)
+    """A program computes STEPS times ROWS nodes.  What is a round old it reads before its wait."""
+    b, group = tl.program_id(2).to(tl.int64), tl.program_id(1)
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    n = tl.arange(0, PADDED)
-    ok_C, ok_NC = c < C, (n < N)[:, None] & (c < C)[None, :]
+    ok_C = c < C
+    number, accepted = tl.load(read + b, cache_modifier=".cg"), tl.load(count + b, cache_modifier=".cg")
+    weights, rows, lasts = (), (), ()
+    for tap in tl.static_range(W + 1):
+        weights = weights + (tl.load(weight + tap * C + c, mask=ok_C, other=0.0).to(tl.float32),)  # type: ignore[assignment]
+    for w in tl.static_range(W):  # the last inputs of the text, its pending path included
+        place = accepted + w
+        node = tl.load(path + b * E + place - W, mask=place >= W, other=0, cache_modifier=".cg")
+        row = tl.where(place < W, conv + number * stride_conv + place * C, left + number * stride_left + node * C)
+        last_C = tl.load(row + c, mask=ok_C & (group == 0), other=0.0, cache_modifier=".cg")
+        rows, lasts = rows + (row,), lasts + (last_C,)  # type: ignore[assignment]
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    from_conv, from_left = conv + tl.load(read + b) * stride_conv + c, left + tl.load(read + b) * stride_left + c
-    to_conv, to_left = conv + tl.load(write + b) * stride_conv + c, left + tl.load(write + b) * stride_left + c
-    accepted = tl.load(count + b)
-    at_N, depth_N = n, tl.zeros([PADDED], tl.int32)  # the node that is so many tokens before; a node's depth, up to W
-    y_NC = tl.zeros([PADDED, BLOCK], tl.float32)
-    for tap in tl.static_range(W, -1, -1):
-        x_NC = tl.load(x + (b * N + at_N)[:, None] * stride_x + c[None, :], mask=ok_NC & (at_N >= 0)[:, None], other=0.0)
-        if tap == W:
-            tl.store(to_left[None, :] + n[:, None] * C, x_NC, mask=ok_NC)
-        y_NC += x_NC.to(tl.float32) * tl.load(weight + c * (W + 1) + tap, mask=ok_C, other=0.0).to(tl.float32)[None, :]
-        if CHAIN:
-            at_N = at_N - 1
-        else:
-            at_N = tl.load(parents + b * N + at_N, mask=(at_N > 0) & (n < N), other=-1).to(tl.int32)
-        depth_N += (at_N >= 0).to(tl.int32)
-    for w in tl.static_range(W):  # the last inputs of the text, its pending path included
-        place = accepted + w
-        node = tl.load(path + b * E + place - W, mask=place >= W, other=0)
-        last_C = tl.load(from_conv + place * C, mask=ok_C & (place < W), other=0.0)
-        last_C = tl.where(place < W, last_C, tl.load(from_left + node * C, mask=ok_C & (place >= W), other=0.0))
-        tl.store(to_conv + w * C, last_C, mask=ok_C)
-        tap_N = w - depth_N
-        taps_NC = tl.load(weight + (c * (W + 1))[None, :] + tap_N[:, None], mask=ok_NC & (tap_N >= 0)[:, None], other=0.0)
-        y_NC += last_C.to(tl.float32)[None, :] * taps_NC.to(tl.float32)
-    y_NC = y_NC * tl.sigmoid(y_NC)
-    tl.store(out + (b * N + n)[:, None] * C + c[None, :], y_NC.to(out.dtype.element_ty), mask=ok_NC)
+    number = tl.load(write + b)
+    for w in tl.static_range(W):
+        tl.store(conv + number * stride_conv + w * C + c, lasts[w], mask=ok_C & (group == 0))
+    if N == 1:
+        x_C = tl.load(x + b * stride_x + c, mask=ok_C, other=0.0)
+        tl.store(left + number * stride_left + c, x_C, mask=ok_C)
+        y_C = x_C.to(tl.float32) * weights[W]
+        for w in tl.static_range(W - 1, -1, -1):
+            y_C += lasts[w].to(tl.float32) * weights[w]
+        tl.store(out + b * C + c, _silu(y_C, ASM).to(out.dtype.element_ty), mask=ok_C)
+    else:
+        from_x, from_parents = x + b * N * stride_x, parents + b * N
+        for step in range(STEPS):
+            n = (group * STEPS + step) * ROWS + tl.arange(0, ROWS)
+            ok_NC, at_N = (n < N)[:, None] & ok_C[None, :], n  # the node so many tokens before; -1, -2, ..: last inputs
+            for tap in tl.static_range(W, -1, -1):
+                from_N = from_x + tl.maximum(at_N, 0) * stride_x
+                for w in tl.static_range(tap, W):
+                    from_N = tl.where(at_N == w - W, rows[w], from_N)
+                x_NC = tl.load(from_N[:, None] + c[None, :], mask=ok_NC, other=0.0)
+                if tap == W:
+                    own_NC = x_NC
+                    y_NC = x_NC.to(tl.float32) * weights[W][None, :]
+                else:
+                    y_NC += x_NC.to(tl.float32) * weights[tap][None, :]
+                parents_N = at_N - 1
+                if not CHAIN:
+                    parents_N = tl.load(from_parents + at_N, mask=(at_N > 0) & (n < N), other=0).to(tl.int32)
+                at_N = tl.where(at_N > 0, parents_N, at_N - 1)
+            # Stores come last: no load is moved in front of one.
+            tl.store(left + number * stride_left + n[:, None] * C + c[None, :], own_NC, mask=ok_NC)
+            tl.store(out + (b * N + n)[:, None] * C + c[None, :], _silu(y_NC, ASM).to(out.dtype.element_ty), mask=ok_NC)
+
+
+@triton.jit
+def _silu(y, ASM: tl.constexpr):
+    """y * sigmoid(y).  ASM: by the GPU's own instructions, five in place of a dozen."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "{ .reg .f32 e; mul.f32 e, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 e, e; add.f32 e, e, 0f3F800000; "
+            "rcp.approx.ftz.f32 e, e; mul.f32 $0, $1, e; }",
+            "=f,f", [y], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    return y / (1.0 + tl.exp(-y))
 
 
 @triton.jit
 def chunk_convolution_kernel(
     x,  # [T, C]
-    weight,  # [C, W + 1]
+    weight,  # [W + 1, C]
     conv,  # [P, W, C]
     cu,  # [B + 1]
     read, write, keep, after,  # [B]
     out,  # [T, C]
     stride_x, stride_conv,
-    C: tl.constexpr, W: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    C: tl.constexpr, W: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """A program goes through its tokens, with the last W inputs in registers: each is read once, but for W at the beginning."""
     tile, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ok_C = c < C
+    weights = ()
+    for tap in tl.static_range(W + 1):
+        weights = weights + (tl.load(weight + tap * C + c, mask=ok_C, other=0.0).to(tl.float32),)  # type: ignore[assignment]
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     begin = tl.load(cu + b).to(tl.int64)
     tokens = (tl.load(cu + b + 1) - begin).to(tl.int32)
     from_conv, from_x = conv + tl.load(read + b) * stride_conv + c, x + begin * stride_x + c
-    t = tile * TOKENS + tl.arange(0, TOKENS)
-    y_TC = tl.zeros([TOKENS, BLOCK], tl.float32)
-    for tap in tl.static_range(W + 1):
-        ok_TC, place = (t < tokens)[:, None] & ok_C[None, :], t + tap  # of the last inputs and the tokens after them
-        x_TC = tl.load(from_x[None, :] + (place - W)[:, None] * stride_x, mask=ok_TC & (place >= W)[:, None], other=0.0)
-        if tile * TOKENS < W:
-            last_TC = tl.load(from_conv[None, :] + place[:, None] * C, mask=ok_TC & (place < W)[:, None], other=0.0)
-            x_TC = tl.where((place < W)[:, None], last_TC, x_TC)
-        y_TC += x_TC.to(tl.float32) * tl.load(weight + c * (W + 1) + tap, mask=ok_C, other=0.0).to(tl.float32)[None, :]
-    y_TC = y_TC * tl.sigmoid(y_TC)
-    to_out = out + (begin + t)[:, None] * C + c[None, :]
-    tl.store(to_out, y_TC.to(out.dtype.element_ty), mask=(t < tokens)[:, None] & ok_C[None, :])
+    first = tile * TOKENS
+    if first < tokens:
+        inputs = ()
+        for w in tl.static_range(W):
+            inputs = inputs + (_input(first + w, from_conv, from_x, stride_x, ok_C, C, W),)  # type: ignore[assignment]
+        for t in tl.static_range(TOKENS):  # all loads before the first store, in front of which none is moved
+            inputs = inputs + (tl.load(from_x + (first + t) * stride_x, mask=ok_C & (first + t < tokens), other=0.0),)  # type: ignore[assignment]
+        for t in tl.static_range(TOKENS):
+            y_C = inputs[t].to(tl.float32) * weights[0]
+            for w in tl.static_range(1, W + 1):
+                y_C += inputs[t + w].to(tl.float32) * weights[w]
+            to_out = out + (begin + first + t) * C + c
+            tl.store(to_out, _silu(y_C, ASM).to(out.dtype.element_ty), mask=ok_C & (first + t < tokens))
     if tile == 0:
-        _store_last(conv + tl.load(write + b) * stride_conv + c, tokens, from_conv, from_x, stride_x, ok_C, C, W)
-        _store_last(conv + tl.load(keep + b) * stride_conv + c, tl.load(after + b), from_conv, from_x, stride_x, ok_C, C, W)
+        kept_at = tl.load(after + b)
+        to_last, to_kept = conv + tl.load(write + b) * stride_conv + c, conv + tl.load(keep + b) * stride_conv + c
+        for w in tl.static_range(W):
+            tl.store(to_last + w * C, _input(tokens + w, from_conv, from_x, stride_x, ok_C, C, W), mask=ok_C)
+            tl.store(to_kept + w * C, _input(kept_at + w, from_conv, from_x, stride_x, ok_C, C, W), mask=ok_C)
 
 
 @triton.jit
-def _store_last(to, done, from_conv, from_x, stride_x, ok_C, C: tl.constexpr, W: tl.constexpr):
-    """The last inputs after so many tokens."""
-    for w in tl.static_range(W):
-        place = done + w
-        last_C = tl.load(from_conv + place * C, mask=ok_C & (place < W), other=0.0)
-        x_C = tl.load(from_x + (place - W) * stride_x, mask=ok_C & (place >= W), other=0.0)
-        tl.store(to + w * C, tl.where(place < W, last_C, x_C), mask=ok_C)
+def _input(place, from_conv, from_x, stride_x, ok_C, C: tl.constexpr, W: tl.constexpr):
+    """One of the last inputs, or of the tokens after them."""
+    last_C = tl.load(from_conv + place * C, mask=ok_C & (place < W), other=0.0)
+    x_C = tl.load(from_x + (place - W) * stride_x, mask=ok_C & (place >= W), other=0.0)
+    return tl.where(place < W, last_C, x_C)
 
 
-def launch_tree_convolution(x_TC: Tensor, weight_CZ: Tensor, layer: LayerStates, steps: TreeSteps) -> Tensor:
+def launch_tree_convolution(
+    x_TC: Tensor, weight_ZC: Tensor, layer: LayerStates, steps: TreeSteps, tiles: ConvTiles | None = None
+) -> Tensor:
     """`conv.tree_convolution`: [T, C]."""
     (B, N), E = steps.parents_BN.shape, steps.path_BE.shape[1]
-    C, W = _sizes(x_TC, weight_CZ, layer, steps)
+    C, W = _sizes(x_TC, weight_ZC, layer, steps)
     left_LNC, out_TC = layer.x_LNC, torch.empty_like(x_TC, memory_format=torch.contiguous_format)
     assert x_TC.shape[0] == B * N and N <= left_LNC.shape[1] and left_LNC.dtype == x_TC.dtype
     assert left_LNC.stride()[1:] == (C, 1)
-    padded = triton.next_power_of_2(N)
-    block = max(32, min(256, 2048 // padded, triton.next_power_of_2(C)))
+    tiles = tiles or (ONE if N == 1 else TREE)
+    block = min(tiles.channels, triton.next_power_of_2(C))
+    blocks, steps_in_all = triton.cdiv(C, block), triton.cdiv(N, tiles.rows)
     if B:
-        tree_convolution_kernel[(triton.cdiv(C, block), B)](
-            x_TC, weight_CZ, layer.conv_PWC, left_LNC, steps.read_B, steps.write_B, steps.count_B, steps.path_BE,
+        own = triton.cdiv(steps_in_all, max(1, tiles.programs // (blocks * B)))
+        tree_convolution_kernel[(blocks, triton.cdiv(steps_in_all, own), B)](
+            x_TC, weight_ZC, layer.conv_PWC, left_LNC, steps.read_B, steps.write_B, steps.count_B, steps.path_BE,
             steps.parents_BN, out_TC, x_TC.stride(0), layer.conv_PWC.stride(0), left_LNC.stride(0), C=C, W=W, N=N, E=E,
-            CHAIN=steps.is_chain, PADDED=padded, BLOCK=block, num_warps=4, **chained(x_TC.device),
-        )  # fmt: skip
-    return out_TC
-
-
-def launch_chunk_convolution(x_TC: Tensor, weight_CZ: Tensor, layer: LayerStates, steps: ChunkSteps) -> Tensor:
-    """`conv.chunk_convolution`: [T, C]."""
-    B, (C, W) = len(steps.read_B), _sizes(x_TC, weight_CZ, layer, steps)
-    out_TC = torch.empty_like(x_TC, memory_format=torch.contiguous_format)
-    block = min(CHUNK_CHANNELS, triton.next_power_of_2(C))
-    if B:
-        chunk_convolution_kernel[(triton.cdiv(C, block), max(1, triton.cdiv(steps.most, CHUNK_TOKENS)), B)](
-            x_TC, weight_CZ, layer.conv_PWC, steps.cu_B1, steps.read_B, steps.write_B, steps.keep_B, steps.after_B, out_TC,
-            x_TC.stride(0), layer.conv_PWC.stride(0), C=C, W=W, TOKENS=CHUNK_TOKENS, BLOCK=block, num_warps=4,
+            CHAIN=steps.is_chain, STEPS=own, ROWS=tiles.rows, BLOCK=block, ASM=x_TC.is_cuda, num_warps=tiles.warps,
             **chained(x_TC.device),
         )  # fmt: skip
     return out_TC
 
 
-def _sizes(x_TC: Tensor, weight_CZ: Tensor, layer: LayerStates, steps: TreeSteps | ChunkSteps) -> tuple[int, int]:
+def launch_chunk_convolution(
+    x_TC: Tensor, weight_ZC: Tensor, layer: LayerStates, steps: ChunkSteps, tiles: ConvTiles = CHUNK
+) -> Tensor:
+    """`conv.chunk_convolution`: [T, C]."""
+    B, (C, W) = len(steps.read_B), _sizes(x_TC, weight_ZC, layer, steps)
+    out_TC = torch.empty_like(x_TC, memory_format=torch.contiguous_format)
+    block = min(tiles.channels, triton.next_power_of_2(C))
+    if B:
+        chunk_convolution_kernel[(triton.cdiv(C, block), max(1, triton.cdiv(steps.most, tiles.rows)), B)](
+            x_TC, weight_ZC, layer.conv_PWC, steps.cu_B1, steps.read_B, steps.write_B, steps.keep_B, steps.after_B, out_TC,
+            x_TC.stride(0), layer.conv_PWC.stride(0), C=C, W=W, TOKENS=tiles.rows, BLOCK=block, ASM=x_TC.is_cuda,
+            num_warps=tiles.warps, **chained(x_TC.device),
+        )  # fmt: skip
+    return out_TC
+
+
+def _sizes(x_TC: Tensor, weight_ZC: Tensor, layer: LayerStates, steps: TreeSteps | ChunkSteps) -> tuple[int, int]:
     """C and W."""
     assert lie_whole(steps)
     (_, W, C), conv_PWC = layer.conv_PWC.shape, layer.conv_PWC
-    assert weight_CZ.shape == (C, W + 1) and weight_CZ.is_contiguous() and x_TC.shape[1] == C and x_TC.stride(1) == 1
+    assert weight_ZC.shape == (W + 1, C) and weight_ZC.is_contiguous() and x_TC.shape[1] == C and x_TC.stride(1) == 1
     assert conv_PWC.stride()[1:] == (C, 1) and conv_PWC.dtype == x_TC.dtype
     return C, W

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ from toolkit.oracles.quantised import SCHEMES, as_quantised
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.config import GraphMode
 from specdec.lossless.verify import verify
-from specdec.models.mixtures import products
-from specdec.ops.products.experts import quantised_experts
+from specdec.models.linear import use_numerics
+from specdec.ops.products.numerics import Numerics
+from specdec.ops.products.tiles.experts import MixtureTiles
 from specdec.session import Session
 
 pytestmark = pytest.mark.gpu
@@ -63,18 +65,26 @@ def test_float32_ids_equal_the_cpu_s(folders: dict[str, tuple[Path, Path]], name
             assert [out.token_ids for out in decoder.generate(PROMPTS, SAMPLING)] == expected, mode
 
 
+class Watched(Numerics):
+    """The policy that chooses what is fastest, and how often captures asked it for experts' kernels in bfloat16, by answer."""
+
+    def __init__(self) -> None:
+        self.captured: Counter[str | None] = Counter()
+
+    def mixture_tiles(
+        self, tokens: int, top_k: int, experts: int, kind: Any, dtype: torch.dtype, chained: bool
+    ) -> MixtureTiles | None:
+        tiles = super().mixture_tiles(tokens, top_k, experts, kind, dtype, chained)
+        if torch.cuda.is_current_stream_capturing() and dtype == torch.bfloat16:
+            self.captured[tiles and tiles.kernel] += 1
+        return tiles
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_bfloat16_texts_part_at_near_ties_alone(
-    folders: dict[str, tuple[Path, Path]], name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Keeps out: a logic error of the kernel that is passed off as rounding; a kernel that is never asked."""
-    calls: list[int] = []
-
-    def counted(x_TH: torch.Tensor, *rest: Any) -> torch.Tensor:
-        calls.append(len(x_TH))
-        return quantised_experts(x_TH, *rest)
-
-    monkeypatch.setattr(products, "quantised_experts", counted)
-    decoder = load(folders[name], SpecConfig(3, 2, 6), device="cuda", dtype="bfloat16")
+def test_bfloat16_texts_part_at_near_ties_alone(folders: dict[str, tuple[Path, Path]], name: str) -> None:
+    """Keeps out: a logic error of the kernels that is passed off as rounding; rounds that never ask for them."""
+    decoder, watched = load(folders[name], SpecConfig(3, 2, 6), device="cuda", dtype="bfloat16"), Watched()
+    use_numerics(decoder.model, watched)
     assert verify(Session(decoder), PROMPTS, SAMPLING).passed
-    assert calls and Driver(decoder).num_graphs("round") > 0
+    assert Driver(decoder).num_graphs("round") > 0
+    assert watched.captured and None not in watched.captured

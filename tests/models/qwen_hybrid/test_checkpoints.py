@@ -113,15 +113,21 @@ def test_weights_rounded_at_load(tmp_path: Path, family: str) -> None:
     model, dense = load(folder, "fp8"), load(folder)
     net = model.layers[0].self_attn
     assert net.in_proj.is_quantised and not net.gates_proj.is_quantised  # type: ignore[union-attr]
+    assert dense.layers[0].self_attn.gates_proj is None
     assert float((logits(model) - logits(dense)).std() / logits(dense).std()) < 0.4
     options = EngineOptions(dtype="float32", max_seq_len=64, quantize="fp8")
     assert plan_memory(folder, None, None, options, 10**10).parts["weights of the target"] == held(model)
 
 
-@pytest.mark.parametrize(("family", "sharing"), [("qwen3_next", "experts"), ("qwen3_5_moe", "tensor")])
-def test_two_ranks_write_what_one_writes(tmp_path: Path, family: str, sharing: str) -> None:
-    """Keeps out: a rank with another one's channels, gates or states; a plan of a rank that counts the whole."""
-    folder = tiny_hybrid(tmp_path, family)
+@pytest.mark.parametrize(
+    ("family", "sharing", "value_heads", "apart"), [("qwen3_next", "experts", 8, False), ("qwen3_5_moe", "tensor", 4, True)]
+)
+def test_two_ranks_write_what_one_writes(tmp_path: Path, family: str, sharing: str, value_heads: int, apart: bool) -> None:
+    """Keeps out: a rank with another one's channels, gates or states; a plan of a rank that counts the whole.
+
+    apart: whether a rank's gates are a matrix of their own, which they are for too odd a number of rows.
+    """
+    folder = tiny_hybrid(tmp_path, family, linear_num_value_heads=value_heads)
 
     def use(decoder: SpecDecoder) -> list[list[int]]:
         prompts = [[1, 2, 3, 4, 5, 6, 7], [9]]
@@ -136,6 +142,7 @@ def test_two_ranks_write_what_one_writes(tmp_path: Path, family: str, sharing: s
     assert pair.chosen.native is not None
     first = load_family(pair.chosen.native, pair.checkpoint, pair.chosen.config, 64, CPU, torch.bfloat16, Shard(0, 2))
     assert plan.parts["weights of the target"] == held(first)
+    assert (first.layers[0].self_attn.gates_proj is not None) == apart
 
 
 def test_a_wrapper_s_images_are_passed_over_and_counted(tmp_path: Path) -> None:

@@ -7,25 +7,30 @@ from toolkit.recurrent.made import Sizes, Weights
 from toolkit.recurrent.rounds import copied, equal_memory, in_the_middle, inputs, moved, parts_of
 
 from specdec.ops.recurrent.conv import chunk_convolution, tree_convolution
-from specdec.ops.recurrent.conv_triton import launch_chunk_convolution, launch_tree_convolution
+from specdec.ops.recurrent.conv_triton import ConvTiles, launch_chunk_convolution, launch_tree_convolution
 
 SIZES = Sizes(G=2, H=6, K=16, V=16)  # 160 channels: no power of two
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}
 
 
 @pytest.mark.parametrize(
-    ("nodes", "chain", "dtype"),
-    [(1, True, torch.float16), (2, False, torch.float32), (6, True, torch.float32), (33, False, torch.float16)],
+    ("nodes", "chain", "dtype", "tiles"),
+    [
+        (1, True, torch.float16, None),
+        (2, False, torch.float32, None),
+        (6, True, torch.float32, None),
+        (33, False, torch.float16, ConvTiles(64, 4, 8, 30)),  # two programs share a row's nodes
+    ],
 )
-def test_trees_equal_the_definition(nodes: int, chain: bool, dtype: torch.dtype) -> None:
+def test_trees_equal_the_definition(nodes: int, chain: bool, dtype: torch.dtype, tiles: ConvTiles | None) -> None:
     """Keeps out: a node that reads a neighbour in place of its parent, an input of the text or of its pending path at another
     tap, one read of a number that holds no nodes, a channel left out.
     """
     now = in_the_middle(SIZES, nodes, chain, dtype, seed=nodes)
     layer = copied(now.layer, DEVICE)
-    weight, x = now.weights.conv_CZ.to(DEVICE), torch.cat((now.x_TC, now.x_TC), dim=1).to(DEVICE)[:, : SIZES.C]
-    got = launch_tree_convolution(x, weight, layer, moved(now.steps, DEVICE)).cpu()
-    want = tree_convolution(now.x_TC, now.weights.conv_CZ, now.layer, now.steps)
+    weight, x = now.weights.conv_ZC.to(DEVICE), torch.cat((now.x_TC, now.x_TC), dim=1).to(DEVICE)[:, : SIZES.C]
+    got = launch_tree_convolution(x, weight, layer, moved(now.steps, DEVICE), tiles).cpu()
+    want = tree_convolution(now.x_TC, now.weights.conv_ZC, now.layer, now.steps)
     torch.testing.assert_close(got, want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     equal_memory(layer, now.layer, 0)
 
@@ -42,7 +47,7 @@ def test_parts_equal_the_definition(lengths: list[int], kept: int, after: int, d
     steps = parts_of(lengths, kept, after)
     weights, layer, tokens = Weights.random(SIZES, dtype), copied(now.layer, DEVICE), sum(lengths)
     x = torch.cat((inputs(SIZES, tokens, dtype)[0], torch.full((3, SIZES.C), torch.nan, dtype=dtype)))  # padding last
-    got = launch_chunk_convolution(x.to(DEVICE), weights.conv_CZ.to(DEVICE), layer, moved(steps, DEVICE)).cpu()
-    want = chunk_convolution(x, weights.conv_CZ, now.layer, steps)
+    got = launch_chunk_convolution(x.to(DEVICE), weights.conv_ZC.to(DEVICE), layer, moved(steps, DEVICE)).cpu()
+    want = chunk_convolution(x, weights.conv_ZC, now.layer, steps)
     torch.testing.assert_close(got[:tokens], want[:tokens], atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     equal_memory(layer, now.layer, 0)

@@ -11,11 +11,11 @@ from toolkit.inside.captures import capturing
 from toolkit.recurrent.made import Sizes, Weights, path_to, random_tree, steps_of, trash_steps
 from torch import Tensor
 
-from specdec.ops.recurrent.chunk_triton import launch_chunk_rule
+from specdec.ops.recurrent.chunks.launch import launch_chunk_rule
 from specdec.ops.recurrent.conv import chunk_convolution, tree_convolution
 from specdec.ops.recurrent.gated_delta import Gates, chunk_outputs, tree_outputs
 from specdec.ops.recurrent.states import ChunkSteps, LayerStates, TreeSteps
-from specdec.ops.recurrent.tree_triton import launch_tree_rule
+from specdec.ops.recurrent.trees.rule_triton import launch_tree_rule
 
 pytestmark = pytest.mark.gpu
 SIZES = Sizes(G=16, H=48, K=128, V=128)
@@ -94,9 +94,9 @@ def test_parts_of_real_widths(lengths: list[int]) -> None:
     x, a, b = tokens_of(tokens)
     gates = weights.gates(a, b)
     with torch.inference_mode():
-        y = chunk_convolution(x, weights.conv_CZ, layer, steps)
+        y = chunk_convolution(x, weights.conv_ZC, layer, steps)
         out = launch_chunk_rule(y, gates, layer, steps)
-    want_y = chunk_convolution(x.double(), weights.conv_CZ.double(), exact, steps)
+    want_y = chunk_convolution(x.double(), weights.conv_ZC.double(), exact, steps)
     want = chunk_outputs(y.double(), doubled(gates), exact, steps)
     states = error(layer.state_PHKV[write_B], exact.state_PHKV[write_B])
     print(f"{lengths}: convolution {error(y, want_y):.1e}, outputs {error(out, want):.1e}, states {states:.1e}")
@@ -111,7 +111,7 @@ def test_a_captured_round_moves_numbers() -> None:
     gates = weights.gates(a, b)
 
     def rounds(layer: LayerStates) -> Tensor:
-        return tree_outputs(tree_convolution(x, weights.conv_CZ, layer, steps), gates, layer, steps)
+        return tree_outputs(tree_convolution(x, weights.conv_ZC, layer, steps), gates, layer, steps)
 
     with torch.inference_mode():
         rounds(LayerStates(*(each.clone() for each in layer)))

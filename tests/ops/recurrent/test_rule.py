@@ -50,7 +50,7 @@ def test_nodes_and_commits(seed: int) -> None:
             steps = steps_of(trees, [(read, write) for read, write, _ in numbers], paths, places=40)
             x, a, b = (torch.randn(3 * nodes, width) * 2 for width in (SIZES.C, SIZES.H, SIZES.H))
             a[rng.randrange(len(a))] += 18  # a decay of e^-200 and less
-            y = tree_convolution(x, weights.conv_CZ, layer, steps)
+            y = tree_convolution(x, weights.conv_ZC, layer, steps)
             out = tree_outputs(y, weights.gates(a, b), layer, steps).view(3, nodes, SIZES.H, SIZES.V)
             for row, (text, tree) in enumerate(zip(texts, trees, strict=True)):
                 own = [part.view(3, nodes, -1)[row] for part in (x, a, b)]
@@ -80,7 +80,7 @@ def test_parts_are_one_text(cuts: list[int]) -> None:
     texts = [[torch.randn(total, width, dtype=torch.float64) for width in (SIZES.C, SIZES.H, SIZES.H)] for _ in range(2)]
     wanted = [by_the_rule(*text, weights, SIZES) for text in texts]
     for (x, a, b), (outputs, _) in zip(texts, wanted, strict=True):
-        y = convolved(torch.cat((x.new_zeros(3, SIZES.C), x))[None], weights.conv_CZ)
+        y = convolved(torch.cat((x.new_zeros(3, SIZES.C), x))[None], weights.conv_ZC)
         assert close(row_outputs(y, weights.gates(a, b), SIZES.G, SIZES.K, SIZES.V)[0], outputs)
     done, numbers = 0, [[0, 2, 3], [0, 4, 5]]
     for cut in cuts:
@@ -92,7 +92,7 @@ def test_parts_are_one_text(cuts: list[int]) -> None:
         x, a, b = (
             torch.cat((*(text[i][done : done + cut] for text in texts), texts[0][i][:3])) for i in range(3)
         )  # padding last
-        out = chunk_outputs(chunk_convolution(x, weights.conv_CZ, layer, steps), weights.gates(a, b), layer, steps)
+        out = chunk_outputs(chunk_convolution(x, weights.conv_ZC, layer, steps), weights.gates(a, b), layer, steps)
         for row, (outputs, states) in enumerate(wanted):
             assert close(out[row * cut : (row + 1) * cut], outputs[done : done + cut])
             assert close(layer.state_PHKV[numbers[row][1]], states[done + cut - 1])

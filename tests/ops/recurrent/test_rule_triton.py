@@ -6,9 +6,10 @@ from toolkit.kernels import DEVICE
 from toolkit.recurrent.made import Sizes
 from toolkit.recurrent.rounds import copied, equal_memory, in_the_middle, inputs, moved, parts_of
 
-from specdec.ops.recurrent.chunk_triton import launch_chunk_rule
+from specdec.ops.recurrent.chunks import launch
+from specdec.ops.recurrent.chunks.launch import ChunkTiles
 from specdec.ops.recurrent.gated_delta import Gates, chunk_outputs, tree_outputs
-from specdec.ops.recurrent.tree_triton import launch_tree_rule
+from specdec.ops.recurrent.trees.rule_triton import launch_tree_rule
 
 ALIKE, SHARED = Sizes(G=2, H=2, K=16, V=32), Sizes(G=1, H=3, K=32, V=16)
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}
@@ -24,6 +25,7 @@ def on_device(gates: Gates) -> Gates:
         (SHARED, 1, "chain", 1, torch.float16),
         (ALIKE, 1, "chain", 6, torch.float32),
         (ALIKE, 6, "chain", 6, torch.float16),
+        (SHARED, 7, "tree", 6, torch.float32),
         (SHARED, 32, "chain", 2, torch.float32),
         (ALIKE, 32, "tree", 6, torch.float32),
         (SHARED, 20, "deep tree", 6, torch.float32),
@@ -46,19 +48,20 @@ def test_trees_equal_the_definition(sizes: Sizes, nodes: int, kind: str, before:
     equal_memory(layer, now.layer, 1e-5)
 
 
+@pytest.mark.parametrize("nodes", [8, 20])
 @pytest.mark.parametrize("broken", ["query", "key", "value", "decay", "strength"])
-def test_a_broken_node_reaches_those_below_it_alone(broken: str) -> None:
+def test_a_broken_node_reaches_those_below_it_alone(broken: str, nodes: int) -> None:
     """Keeps out: a draft token that overflows and fails a request, which without drafts would have gone on."""
-    now = in_the_middle(ALIKE, 20, False, torch.float32, seed=3, before=2)
+    now = in_the_middle(ALIKE, nodes, False, torch.float32, seed=3, before=2)
     node, parents = 4, now.steps.parents_BN
     below_BN = parents == -1  # nodes that are the broken one, or below it
     below_BN[:, node] = True
-    for child in range(node + 1, 20):
+    for child in range(node + 1, nodes):
         below_BN[:, child] |= below_BN.gather(1, parents[:, child : child + 1])[:, 0]
     y, a, b = now.x_TC.clone(), now.a_TH.clone(), now.b_TH.clone()
     clean = tree_outputs(y, now.weights.gates(a, b), copied(now.layer, torch.device("cpu")), now.steps)
     for row in range(len(parents)):
-        at, columns = 20 * row + node, {"query": 1, "key": ALIKE.G * ALIKE.K + 1, "value": 2 * ALIKE.G * ALIKE.K + 1}
+        at, columns = nodes * row + node, {"query": 1, "key": ALIKE.G * ALIKE.K + 1, "value": 2 * ALIKE.G * ALIKE.K + 1}
         if broken in columns:
             y[at, columns[broken]] = torch.inf if row % 2 else torch.nan
         (a if broken == "decay" else b)[at, 0] = torch.nan if broken in ("decay", "strength") else 0.0
@@ -73,22 +76,27 @@ def test_a_broken_node_reaches_those_below_it_alone(broken: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "lengths", "kept", "after", "dtype"),
+    ("sizes", "lengths", "kept", "after", "dtype", "tiles", "search"),
     [
-        (ALIKE, [1, 37, 70], 2, 32, torch.float16),
-        (SHARED, [33, 3, 2], 0, 9, torch.float32),
-        (SHARED, [2], 0, 1, torch.float32),
+        (ALIKE, [1, 37, 70], 2, 32, torch.float16, None, 2),
+        (SHARED, [133, 3, 2], 0, 73, torch.float32, ChunkTiles(64, 16, 4, 1), 4),
+        (SHARED, [2], 0, 1, torch.float32, None, 32),
     ],
+    ids=["blocks of 32", "blocks of 64", "two tokens"],
 )
-def test_parts_equal_the_definition(sizes: Sizes, lengths: list[int], kept: int, after: int, dtype: torch.dtype) -> None:
-    """Keeps out: a block's border that shows, a state that is kept one token late, a part of padding that reaches a row, a
-    token after the parts that is read.
+def test_parts_equal_the_definition(
+    sizes: Sizes, lengths: list[int], kept: int, after: int, dtype: torch.dtype, tiles: ChunkTiles | None, search: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Keeps out: a block's border that shows, a block that is nobody's where parts are many, a state that is kept one token
+    late, a part of padding that reaches a row, a token after the parts that is read.
     """
+    monkeypatch.setattr(launch, "SEARCH", search)
     now = in_the_middle(sizes, 2, False, dtype, seed=len(lengths))
     steps, layer, tokens = parts_of(lengths, kept, after), copied(now.layer, DEVICE), sum(lengths)
     y, a, b = (torch.cat((each, each.new_full((3, each.shape[1]), torch.nan))) for each in inputs(sizes, tokens, dtype))
     gates = now.weights.gates(a, b)
-    got = launch_chunk_rule(y.to(DEVICE), on_device(gates), layer, moved(steps, DEVICE)).cpu()
+    got = launch.launch_chunk_rule(y.to(DEVICE), on_device(gates), layer, moved(steps, DEVICE), tiles).cpu()
     want = chunk_outputs(y, gates, now.layer, steps)
     torch.testing.assert_close(got[:tokens], want[:tokens], atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     equal_memory(layer, now.layer, 2e-5)

@@ -22,7 +22,7 @@ def recurrent_layers() -> None:
         floats(80, H, WIDTH, WIDTH), halves(80, TAPS - 1, CHANNELS), floats(66, 60, G, WIDTH), floats(66, 60, H, WIDTH),
         floats(66, 60, H), halves(66, 60, CHANNELS),
     )  # fmt: skip
-    weight = halves(CHANNELS, TAPS)
+    weight = halves(TAPS, CHANNELS)
     for B in (1, 32):
         for N, depth, E in ((1, 0, 1), (1, 0, 6), (6, 5, 6), (16, 15, 16), (32, 5, 6), (60, 7, 8)):
             steps = TreeSteps(ids(B), ids(B), ids(B, N), depth, N == depth + 1, ids(B, E), counts(B))

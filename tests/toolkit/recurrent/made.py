@@ -29,7 +29,7 @@ class Sizes(NamedTuple):
 
 
 class Weights(NamedTuple):
-    conv_CZ: Tensor
+    conv_ZC: Tensor
     A_log_H: Tensor
     dt_bias_H: Tensor
 
@@ -38,7 +38,7 @@ class Weights(NamedTuple):
         """Log-decays go down to about -20."""
         wide = torch.promote_types(dtype, torch.float32)
         A_log = torch.rand(sizes.H, dtype=wide).mul(3).clamp(max=2.9)
-        return cls(torch.randn(sizes.C, sizes.Z).to(dtype), A_log, torch.rand(sizes.H, dtype=wide))
+        return cls(torch.randn(sizes.Z, sizes.C).to(dtype), A_log, torch.rand(sizes.H, dtype=wide))
 
     def gates(self, a_TH: Tensor, b_TH: Tensor) -> Gates:
         return Gates(a_TH, b_TH, self.A_log_H, self.dt_bias_H)
@@ -95,7 +95,7 @@ def by_the_rule(x_MC: Tensor, a_MH: Tensor, b_MH: Tensor, weights: Weights, size
     state, outputs, states = torch.zeros(H, K, V, dtype=dtype), [], []
     known = torch.cat((torch.zeros(Z - 1, sizes.C, dtype=dtype), x_MC.to(dtype)))
     for m in range(len(x_MC)):
-        y = F.silu((known[m : m + Z].T * weights.conv_CZ.to(dtype)).sum(-1))
+        y = F.silu((known[m : m + Z] * weights.conv_ZC.to(dtype)).sum(0))
         q, k, v = y[: G * K].view(G, K), y[G * K : 2 * G * K].view(G, K), y[2 * G * K :].view(H, V)
         for h in range(H):
             q_K, k_K = (x[h // (H // G)] / (x[h // (H // G)].square().sum() + 1e-6).sqrt() for x in (q, k))

@@ -41,7 +41,7 @@ def in_the_middle(sizes: Sizes, nodes: int, chain: bool, dtype: torch.dtype, see
         layer.conv_PWC[number] = torch.randn(sizes.Z - 1, sizes.C).to(dtype)
     trees = [random_tree(before, rng, row == 0) for row in range(2)]
     first = Round(weights, layer, steps_of(trees, [(9, 2), (9, 4)], [[], []], before), *inputs(sizes, 2 * before, dtype))
-    y_TC = tree_convolution(first.x_TC, weights.conv_CZ, layer, first.steps)
+    y_TC = tree_convolution(first.x_TC, weights.conv_ZC, layer, first.steps)
     tree_outputs(y_TC, weights.gates(first.a_TH, first.b_TH), layer, first.steps)
     paths = [[], path_to(trees[0], before - 1), path_to(trees[1], rng.randrange(before)), [], []]
     steps = steps_of([random_tree(nodes, rng, chain) for _ in ROWS], list(ROWS), paths, before)

@@ -64,8 +64,12 @@ def tiny_hybrid(folder: Path, family: str, seed: int | None = None, **changes: A
 
 
 WIDE: dict[str, Any] = dict(linear_key_head_dim=16, linear_value_head_dim=32)  # the least that kernels take
+# With these, best logits lie 0.0097 above second ones in texts.PROMPTS and 24 tokens after each, experts 0.0003 above others.
+WIDE_SEEDS = {"qwen3_next": 19, "qwen3_5_text": 7, "qwen3_5_moe_text": 19}
 MORE_TARGETS |= {family: partial(tiny_hybrid, family=family) for family in FAMILIES}
-MORE_TARGETS |= {f"{family} wide": partial(tiny_hybrid, family=family, **WIDE) for family in FAMILIES}
+MORE_TARGETS |= {
+    f"{family} wide": partial(tiny_hybrid, family=family, seed=seed, **WIDE) for family, seed in WIDE_SEEDS.items()
+}
 
 
 def hybrid_model(family: str, seed: int | None = None, **changes: Any) -> PreTrainedModel:

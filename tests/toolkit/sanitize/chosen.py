@@ -8,6 +8,8 @@ from pathlib import Path
 
 from toolkit.sanitize.explained import ROOMS
 
+RULE = "tests/ops/recurrent/test_rule_triton.py"
+
 CHOSEN: dict[str, list[str]] = {
     # ops
     "add_rms_norm_kernel": ["tests/ops/test_norm.py::test_sum_and_norm_equal_the_definition[3-300-dtype2]"],
@@ -62,14 +64,19 @@ CHOSEN: dict[str, list[str]] = {
     "take_rows_kernel": ["tests/ops/test_rows.py::test_picked_rows[torch.bfloat16-1-6-1-40]"],
     "take_columns_kernel": ["tests/ops/test_rows.py::test_columns_in_another_order[torch.bfloat16-shape1-2100]"],
     "prepend_kernel": ["tests/ops/test_rows.py::test_a_column_in_front[3-1]"],
-    "tree_convolution_kernel": ["tests/ops/recurrent/test_conv_triton.py::test_trees_equal_the_definition[33-False-dtype3]"],
+    "tree_convolution_kernel": [
+        "tests/ops/recurrent/test_conv_triton.py::test_trees_equal_the_definition[33-False-dtype3-tiles3]"
+    ],
     "chunk_convolution_kernel": [
         "tests/ops/recurrent/test_conv_triton.py::test_parts_equal_the_definition[lengths0-2-16-dtype0]"
     ],
-    "tree_rule_kernel": ["tests/ops/recurrent/test_rule_triton.py::test_trees_equal_the_definition[sizes4-32-False-6-dtype4]"],
-    "chunk_rule_kernel": [
-        "tests/ops/recurrent/test_rule_triton.py::test_parts_equal_the_definition[sizes0-lengths0-2-32-dtype0]"
+    "step_rule_kernel": [f"{RULE}::test_trees_equal_the_definition[sizes1-1-chain-6-dtype1]"],
+    "tree_nodes_kernel": [],
+    "tree_rule_kernel": [
+        f"{RULE}::test_trees_equal_the_definition[sizes{at}]" for at in ("3-7-tree-6-dtype3", "5-32-tree-6-dtype5")
     ],
+    "chunk_prepare_kernel": [f"{RULE}::test_parts_equal_the_definition[blocks of 32]"],
+    "chunk_scan_kernel": [],
     "gated_norm_kernel": [
         "tests/ops/recurrent/test_gated_norm.py::test_a_norm_with_its_gate_is_transformers_[torch.float16-1-5-48]"
     ],

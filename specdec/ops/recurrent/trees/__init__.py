@@ -1,0 +1,1 @@
+"""Kernels of rounds: the gated delta rule over a tree for each row."""

@@ -1,0 +1,60 @@
+"""The kernel of `gated_delta.tree_outputs` where each tree is one node, as in plain decoding.
+
+A program computes some columns of a head's values.  It reads its part of the state once, adds the pending path, and writes it
+once.  All of that but the writing comes before its wait: states and what nodes left are a round old.
+
+Shapes: as of gated_delta.py.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from specdec.ops.recurrent.shared_triton import EPS, log_decays, strengths
+from specdec.ops.recurrent.trees.path_triton import states_with_paths
+
+
+@triton.jit
+def step_rule_kernel(
+    y, a, b,  # [B, 2 G K + H V], [B, H] twice
+    A_log, dt_bias,  # [H]
+    state,  # [P, H, K, V]
+    k_left, u_left, decay_left,  # [L, .., G, K], [L, .., H, V], [L, .., H]
+    read, write, count,  # [B]
+    path,  # [B, E]
+    out,  # [B, H, V]
+    stride_y, stride_a, stride_b, stride_state, stride_k, stride_u, stride_decay,
+    E: tl.constexpr, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_V: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row, h, block = tl.program_id(1).to(tl.int64), tl.program_id(0) // (V // BLOCK_V), tl.program_id(0) % (V // BLOCK_V)
+    g, k, v = h // (H // G), tl.arange(0, K), block * BLOCK_V + tl.arange(0, BLOCK_V)
+    number, accepted = tl.load(read + row, cache_modifier=".cg"), tl.load(count + row, cache_modifier=".cg")
+    to_state_KV = state + h * K * V + k[:, None] * V + v[None, :]
+    tiles = states_with_paths(
+        to_state_KV + number * stride_state, k_left + number * stride_k + g * K,
+        u_left + number * stride_u + h * V + v, decay_left + number * stride_decay + h, path + row * E, accepted,
+        G, H, K, V, GROUP, K,
+    )  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    number = tl.load(write + row)
+    tl.store(to_state_KV + number * stride_state, tiles[0])
+    q_K = tl.load(y + row * stride_y + g * K + k).to(tl.float32)
+    k_K = tl.load(y + row * stride_y + (G + g) * K + k).to(tl.float32)
+    v_V = tl.load(y + row * stride_y + 2 * G * K + h * V + v).to(tl.float32)
+    decay = log_decays(tl.load(a + row * stride_a + h), A_log + h, dt_bias + h)
+    beta = strengths(tl.load(b + row * stride_b + h))
+    q_length, k_length = tl.rsqrt(tl.sum(q_K * q_K, 0) + EPS) * K**-0.5, tl.rsqrt(tl.sum(k_K * k_K, 0) + EPS)
+    q_state_V, k_state_V = tl.sum(q_K[:, None] * tiles[0], 0) * q_length, tl.sum(k_K[:, None] * tiles[0], 0) * k_length
+    faded = tl.exp(decay)
+    u_V = beta * (v_V - faded * k_state_V)
+    out_V = faded * q_state_V + tl.sum(q_K * k_K, 0) * q_length * k_length * u_V
+    tl.store(out + (row * H + h) * V + v, out_V.to(out.dtype.element_ty))
+    tl.store(u_left + number * stride_u + h * V + v, u_V)
+    if block == 0:
+        tl.store(decay_left + number * stride_decay + h, decay)
+        if h % (H // G) == 0:
+            tl.store(k_left + number * stride_k + g * K + k, k_K * k_length)
