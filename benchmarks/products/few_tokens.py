@@ -47,15 +47,21 @@ from specdec.ops.products.tiles.experts import ExpertTiles, MixtureTiles, Router
 LAYERS = OF_SIZES | {"Qwen3.5-35B-A3B": Layer(256, 8, 2048, 512, SwiGLU())}
 NAMES = {"dense": "Qwen3-30B-A3B", "dense 256": "Qwen3.5-35B-A3B", **{name: of for name, (of, _, _) in FORMATS.items()}}
 ROWS = {True: (1, 6, 8, 32, 48), False: (1, 8)}  # of tokens, of dense experts and of others
-# By dense or not, and the most tokens, of gate and up: block_n, warps, stages, unroll.  Of down: splits, too.
+# By dense or not, and the most tokens, of gate and up: block_n, warps, stages, unroll, and perhaps 1 and
+# slices.  Of down: splits instead of 1.
 GATE_UP = {
     (True, 1): ((32, 2, 4, 1), (32, 2, 6, 1), (32, 1, 5, 1), (16, 1, 6, 1), (64, 4, 4, 1)),
     (True, 8): ((32, 1, 4, 1), (32, 1, 5, 1), (32, 1, 7, 1), (16, 1, 5, 1), (16, 1, 8, 1), (32, 2, 5, 1), (64, 2, 4, 1)),
     (True, 32): ((64, 4, 3, 1), (64, 4, 4, 1), (64, 4, 5, 1), (128, 4, 3, 1), (32, 2, 4, 1)),
     (True, 64): ((64, 4, 2, 1), (64, 4, 3, 1), (64, 4, 4, 1), (128, 4, 3, 1), (128, 8, 3, 1)),
-    (False, 1): ((32, 2, 4, 2), (32, 1, 4, 2), (16, 1, 6, 2), (64, 4, 4, 2), (64, 2, 4, 2)),
-    (False, 8): ((32, 2, 4, 2), (32, 1, 4, 2), (16, 1, 6, 2), (64, 4, 4, 2), (64, 2, 4, 2)),
-}
+    (False, 1): (
+        (32, 2, 4, 2), (64, 4, 4, 2), (32, 4, 3, 1, 1, 4), (32, 4, 4, 1, 1, 4), (64, 4, 3, 1, 1, 4), (16, 4, 4, 1, 1, 4),
+        (32, 8, 3, 1, 1, 8), (32, 2, 4, 1, 1, 2), (64, 2, 3, 1, 1, 2),
+    ),
+    (False, 8): (
+        (32, 2, 4, 2), (64, 4, 4, 2), (32, 4, 3, 1, 1, 4), (64, 4, 3, 1, 1, 4), (32, 2, 4, 1, 1, 2), (64, 2, 3, 1, 1, 2),
+    ),
+}  # fmt: skip
 DOWN = {
     (True, 1): ((16, 1, 4, 1, 8), (16, 1, 6, 1, 8), (32, 2, 4, 1, 8), (32, 1, 6, 1, 8), (32, 1, 6, 1, 4), (16, 1, 9, 1, 4)),
     (True, 8): (
@@ -64,8 +70,14 @@ DOWN = {
     ),
     (True, 32): ((64, 4, 5, 1, 4), (64, 4, 5, 1, 8), (64, 4, 3, 1, 8), (32, 2, 4, 1, 8), (128, 4, 3, 1, 8)),
     (True, 64): ((64, 4, 3, 1, 4), (64, 4, 3, 1, 8), (64, 4, 4, 1, 4), (64, 4, 2, 1, 8), (128, 4, 3, 1, 8), (128, 8, 3, 1, 8)),
-    (False, 1): ((16, 1, 4, 2, 4), (32, 1, 4, 2, 8), (32, 1, 4, 2, 4), (32, 2, 6, 3, 4)),
-    (False, 8): ((16, 1, 4, 2, 8), (32, 1, 4, 2, 8), (32, 2, 6, 3, 4), (64, 2, 4, 2, 8)),
+    (False, 1): (
+        (16, 1, 4, 2, 4), (32, 1, 4, 2, 8), (32, 4, 3, 1, 4, 4), (32, 4, 3, 1, 8, 4), (16, 4, 3, 1, 8, 4), (64, 4, 3, 1, 8, 4),
+        (32, 2, 3, 1, 8, 2), (16, 2, 4, 1, 8, 2), (32, 8, 3, 1, 4, 8),
+    ),
+    (False, 8): (
+        (16, 1, 4, 2, 8), (32, 2, 6, 3, 4), (64, 2, 4, 2, 8), (32, 4, 3, 1, 8, 4), (32, 4, 3, 1, 16, 4), (64, 4, 3, 1, 8, 4),
+        (32, 2, 3, 1, 8, 2),
+    ),
 }  # fmt: skip
 ROUTERS = tuple(
     RouterTiles(*each)
@@ -269,7 +281,8 @@ def measure(world: World, T: int, kept: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def shown(tiles: ExpertTiles) -> str:
-    return f"{tiles.block_n}x{tiles.warps}w {tiles.stages}s u{tiles.unroll}" + f" /{tiles.splits}" * (tiles.splits > 1)
+    more = f" /{tiles.splits}" * (tiles.splits > 1) + f" {tiles.slices} slices" * (tiles.slices > 1)
+    return f"{tiles.block_n}x{tiles.warps}w {tiles.stages}s u{tiles.unroll}{more}"
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
