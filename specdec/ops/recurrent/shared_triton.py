@@ -1,4 +1,4 @@
-"""What the kernels of trees and of parts share: gates, products, and the rule over a block of a head's tokens.
+"""What the kernels of trees and of parts share: gates, products, and the inverse of a small system.
 
 Everything is float32.  A product of float32 numbers is three of tf32 ("tf32x3"); 16-bit numbers are exact in tf32, so that two
 do where the other side is cut in two.  Both have about the error of float32 ("ieee").
@@ -58,59 +58,6 @@ def squares(x_NK):
     """Their sum, for each row."""
     x_NK = x_NK.to(tl.float32)
     return tl.sum(x_NK * x_NK, 1)
-
-
-@triton.jit
-def products(
-    from_k_NK, ok_N, tiles,
-    G: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr, N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    """Of queries (scaled) and keys, of length 1, with keys [N, N] and with the state [N, V]; and the keys' inverse lengths.
-
-    from_k_NK: the first columns of keys; queries lie G * K before them.  tiles: the state, in blocks of rows.
-    """
-    q_state, k_state = tl.zeros([N, BLOCK_V], tl.float32), tl.zeros([N, BLOCK_V], tl.float32)
-    q_squares, k_squares = tl.zeros([N], tl.float32), tl.zeros([N], tl.float32)
-    qk, kk = tl.zeros([N, N], tl.float32), tl.zeros([N, N], tl.float32)
-    for step in tl.static_range(K // BLOCK_K):
-        k_NK = tl.load(from_k_NK + step * BLOCK_K, mask=ok_N[:, None], other=0.0)
-        q_NK = tl.load(from_k_NK + step * BLOCK_K - G * K, mask=ok_N[:, None], other=0.0)
-        q_squares += squares(q_NK)
-        k_squares += squares(k_NK)
-        q_state = multiplied(q_NK, tiles[step], q_state, PRECISION)
-        k_state = multiplied(k_NK, tiles[step], k_state, PRECISION)
-        qk = alike(q_NK, k_NK, qk, PRECISION)
-        kk = alike(k_NK, k_NK, kk, PRECISION)
-    q_length, k_length = tl.rsqrt(q_squares + EPS) * K**-0.5, tl.rsqrt(k_squares + EPS)
-    qk, kk = qk * q_length[:, None] * k_length[None, :], kk * k_length[:, None] * k_length[None, :]
-    return qk, kk, q_state * q_length[:, None], k_state * k_length[:, None], k_length
-
-
-@triton.jit
-def rule(
-    qk_NN, kk_NN, q_state_NV, k_state_NV, v_NV, decay_N, beta_N, mask_NN, depth_N,
-    N: tl.constexpr, DEPTH: tl.constexpr, HALVINGS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """`gated_delta.on_paths` of one head: (outputs [N, V], u [N, V], summed log-decays [N]).
-
-    The first four are products of queries and keys with keys and with the state.  depth_N: each token's, DEPTH at most, by
-    which the system is solved; HALVINGS: log2(N), if it is solved by halves instead.
-    """
-    n = tl.arange(0, N)
-    summed_N = tl.sum(tl.where(mask_NN, decay_N[None, :], 0.0), 1)
-    # Of nodes on different branches the difference may be large: it never meets exp.
-    fade_NN = tl.exp(tl.where(mask_NN, summed_N[:, None] - summed_N[None, :], float("-inf")))
-    system_NN = tl.where(n[:, None] > n[None, :], kk_NN * fade_NN * beta_N[:, None], 0.0)
-    faded_N1 = tl.exp(summed_N)[:, None]
-    right_NV = beta_N[:, None] * (v_NV - faded_N1 * k_state_NV)
-    if HALVINGS:
-        u_NV = tl.dot(_inverse(system_NN, N, HALVINGS, PRECISION), right_NV, input_precision=PRECISION)
-    else:
-        u_NV = right_NV
-        for depth in range(1, DEPTH + 1):  # tokens of one depth do not depend on each other
-            deeper_NV = right_NV - tl.dot(system_NN, u_NV, input_precision=PRECISION)
-            u_NV = tl.where((depth_N == depth)[:, None], deeper_NV, u_NV)
-    return tl.dot(qk_NN * fade_NN, u_NV, faded_N1 * q_state_NV, input_precision=PRECISION), u_NV, summed_N
 
 
 @triton.jit

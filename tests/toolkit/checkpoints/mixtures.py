@@ -17,6 +17,7 @@ GLM = dict(SMALL, n_routed_experts=8, n_shared_experts=1)
 ERNIE = dict(num_hidden_layers=3, moe_intermediate_size=24, moe_k=3, moe_num_experts=8)
 OLMOE = dict(num_hidden_layers=3, num_experts=8, num_experts_per_tok=3, hidden_size=64)
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+HALF = {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5}
 # name: (model_type, what differs from COMMON)
 MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": ("qwen3_moe", dict(QWEN, norm_topk_prob=True, mlp_only_layers=[1])),
@@ -53,7 +54,10 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "dots1",
         dict(GLM, n_group=2, topk_group=1, norm_topk_prob=True, first_k_dense_replace=1, sliding_window=8, max_window_layers=1),
     ),
-    "minimax": ("minimax_m2", dict(num_hidden_layers=3, num_local_experts=8, num_experts_per_tok=3, rotary_dim=8)),
+    "minimax": (  # transformers 5.17 reads no rotary_dim, so the config says the same twice
+        "minimax_m2",
+        dict(num_hidden_layers=3, num_local_experts=8, num_experts_per_tok=3, rotary_dim=8, rope_parameters=HALF),
+    ),
     "olmoe": ("olmoe", dict(OLMOE, attention_bias=True, norm_topk_prob=True)),
     "hy3": ("hy_v3", dict(QWEN, num_shared_experts=1)),
     "hy3-biased": (

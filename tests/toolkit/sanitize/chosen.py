@@ -74,9 +74,8 @@ CHOSEN: dict[str, list[str]] = {
     "tree_rule_kernel": [
         f"{RULE}::test_trees_equal_the_definition[sizes{at}]" for at in ("3-7-tree-6-dtype3", "5-32-tree-6-dtype5")
     ],
-    "chunk_rule_kernel": [
-        "tests/ops/recurrent/test_rule_triton.py::test_parts_equal_the_definition[sizes0-lengths0-2-32-dtype0]"
-    ],
+    "chunk_prepare_kernel": [f"{RULE}::test_parts_equal_the_definition[blocks of 32]"],
+    "chunk_scan_kernel": [],
     "gated_norm_kernel": [
         "tests/ops/recurrent/test_gated_norm.py::test_a_norm_with_its_gate_is_transformers_[torch.float16-1-5-48]"
     ],
