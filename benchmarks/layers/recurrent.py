@@ -1,13 +1,14 @@
 """How long a recurrent layer's round takes: convolution, gated delta rule and gated norm, and parts of prompts.
 
     python benchmarks layers.recurrent --out benchmarks/layers/results/recurrent_h200.json    # about 2 minutes
-    python benchmarks layers.recurrent --rows 32 --nodes 32 --all
+    python benchmarks layers.recurrent --only rounds --rows 32 --nodes 32 --all
+    python benchmarks layers.recurrent --only prompt --all
 
 Qwen3.5-27B's widths: 16 key and 48 value heads of 128, bf16, states in float32.  Times are medians of replays of CUDA graphs of
 CALLS layers, each with states of its own, so that none lies in the L2 cache.  The limit is the time to move at 4.48 TB/s one
 read and one write of each row's state, the nodes' inputs and outputs, what PENDING of the nodes before have left, and what the
-nodes leave.  --all tries other tiles: choose `tree_tiles` (specdec/ops/recurrent/trees/rule_triton.py), TOKENS, TILES
-(chunk_triton.py) and ONE, TREE, CHUNK (conv_triton.py) from them.
+nodes leave.  --all tries other tiles: choose `tree_tiles` (specdec/ops/recurrent/trees/rule_triton.py), `chunk_tiles`
+(chunks/launch.py) and ONE, TREE, CHUNK (conv_triton.py) from them.
 
 Shapes: B rows, N nodes.
 """
@@ -27,7 +28,7 @@ import triton
 from graph_timing import replay_us
 from triton.runtime.errors import OutOfResources
 
-from specdec.ops.recurrent.chunk_triton import TILES, TOKENS, launch_chunk_rule
+from specdec.ops.recurrent.chunks.launch import ChunkTiles, chunk_tiles, launch_chunk_rule, launch_prepare, launch_scan
 from specdec.ops.recurrent.conv import chunk_convolution, tree_convolution
 from specdec.ops.recurrent.conv_triton import ConvTiles, launch_chunk_convolution, launch_tree_convolution
 from specdec.ops.recurrent.gated_delta import Gates
@@ -42,27 +43,23 @@ SHAPES = {1: (1, 0, 1), 6: (6, 5, 6), 32: (32, 5, 6), 60: (60, 7, 8)}  # nodes, 
 # By nodes: one, at most 8, more.
 STEP_TILES = [RuleTiles(*each) for each in ((16, 32, 1), (32, 32, 1), (32, 32, 2), (64, 32, 2), (64, 32, 4), (128, 32, 4))]
 FEW_TILES = [
-    RuleTiles(*each, 1)
-    for each in ((16, 32, 1), (16, 64, 1), (32, 32, 1), (32, 32, 2), (32, 64, 2), (64, 32, 2), (64, 32, 4), (128, 32, 8))
-]
+    RuleTiles(*each)
+    for each in (
+        (16, 64, 1, 1, 2), (16, 64, 1, 1, 3), (16, 32, 1, 1, 2), (32, 64, 2, 1, 2), (32, 64, 2, 1, 3), (32, 64, 2, 1, 4),
+        (32, 128, 2, 1, 2), (32, 32, 1, 1, 2), (64, 64, 4, 1, 2), (64, 64, 4, 1, 3), (32, 64, 4, 1, 3),
+    )
+]  # fmt: skip
 MANY_TILES = [
     RuleTiles(*each)
     for each in (
-        (16, 32, 1, 4),
-        (32, 32, 2, 1),
-        (32, 32, 2, 2),
-        (32, 32, 2, 4),
-        (32, 32, 4, 4),
-        (64, 32, 4, 2),
-        (64, 32, 4, 4),
-        (64, 64, 4, 4),
-        (64, 32, 8, 4),
+        (32, 32, 4, 4, 2), (32, 32, 4, 2, 2), (32, 64, 4, 2, 2), (32, 128, 4, 2, 2), (32, 32, 4, 2, 3), (64, 32, 4, 2, 2),
+        (64, 64, 4, 2, 2), (64, 64, 8, 2, 2), (32, 32, 2, 2, 2), (16, 32, 4, 2, 2),
     )
-]
-CHUNK_TILES = [
-    (16, RuleTiles(32)), (16, RuleTiles(64)), (32, RuleTiles(16)), (32, RuleTiles(32)), (32, RuleTiles(64)),
-    (32, RuleTiles(64, 32, 8)), (64, RuleTiles(32)), (64, RuleTiles(32, 32, 8)),
 ]  # fmt: skip
+CHUNK_TILES = [ChunkTiles(*each) for each in (
+    (64, 64, 4, 3, 8), (64, 64, 4, 2, 4), (64, 128, 8, 2, 4), (64, 128, 8, 3, 4), (64, 32, 8, 2, 4), (32, 64, 4, 3, 4),
+    (32, 64, 4, 5, 4), (32, 128, 8, 3, 8),
+)]  # fmt: skip
 CONV_TILES = {
     1: [ConvTiles(128, 1, 1), ConvTiles(256, 1, 1), ConvTiles(256, 2, 1), ConvTiles(512, 2, 1), ConvTiles(256, 4, 1)],
     6: [ConvTiles(*each) for each in (
@@ -156,38 +153,67 @@ def measure_tree(B: int, N: int, every: bool) -> dict[str, Any]:
     return row | ({"tried": tried} if every else {})
 
 
-def measure_prompt(every: bool) -> dict[str, Any]:
-    world = World(4, 1, PROMPT)
+def part_of(tokens: int) -> ChunkSteps:
+    """One, of whose states none is kept."""
     numbers = torch.tensor([2, 3, 1], device="cuda").split(1)
-    cu_B1, none = (torch.tensor(each, dtype=torch.int32, device="cuda") for each in ([0, PROMPT], [0]))
-    steps = ChunkSteps(numbers[0], numbers[1], cu_B1, numbers[2], none, PROMPT)
+    cu_B1, none = (torch.tensor(each, dtype=torch.int32, device="cuda") for each in ([0, tokens], [0]))
+    return ChunkSteps(numbers[0], numbers[1], cu_B1, numbers[2], none, tokens)
+
+
+def measure_rule(world: World, y: torch.Tensor, tiles: ChunkTiles) -> dict[str, float]:
+    """Microseconds of what is prepared, of the scan, and of both."""
+    steps, gates, layers, out = part_of(len(y)), world.gates, world.layers, y.new_empty(len(y), H, WIDTH)
+    gates = gates._replace(a_TH=gates.a_TH[: len(y)], b_TH=gates.b_TH[: len(y)])
+    prepared = launch_prepare(y, gates, layers[0], steps, tiles)
+    return {
+        "prepare": time_calls(lambda call: launch_prepare(y, gates, layers[call], steps, tiles)),
+        "scan": time_calls(lambda call: launch_scan(y, prepared, layers[call], steps, tiles, out)),
+        "rule": time_calls(lambda call: launch_chunk_rule(y, gates, layers[call], steps, tiles)),
+    }
+
+
+def measure_prompt(every: bool) -> dict[str, Any]:
+    world, steps = World(4, 1, PROMPT), part_of(PROMPT)
     y = chunk_convolution(world.x, world.conv, world.layers[0], steps)
+    own = chunk_tiles(y, WIDTH)
+    row = {"tokens": PROMPT, "tiles": own, "convolution": time_calls(
+        lambda call: chunk_convolution(world.x, world.conv, world.layers[call], steps)
+    )} | measure_rule(world, y, own)  # fmt: skip
+    row |= {f"rule of {tokens}": measure_rule(world, y[:tokens], own)["rule"] for tokens in (1, 64, 512)}
     tried = {}
-    for tokens, tiles in CHUNK_TILES if every else [(TOKENS, TILES)]:
+    for tiles in CHUNK_TILES if every else ():
         with suppress(OutOfResources):
-            tried[str((tokens, *tiles))] = time_calls(
-                lambda call: launch_chunk_rule(y, world.gates, world.layers[call], steps, tokens=tokens, tiles=tiles)  # noqa: B023
-            )
-    convolution = time_calls(lambda call: chunk_convolution(world.x, world.conv, world.layers[call], steps))
-    rule = min(tried.values())
-    for own in CONV_TILES[PROMPT] if every else ():
-        tried[f"convolution {tuple(own)}"] = time_calls(
-            lambda call: launch_chunk_convolution(world.x, world.conv, world.layers[call], steps, own)  # noqa: B023
+            tried[str(tuple(tiles))] = measure_rule(world, y, tiles)
+    for conv in CONV_TILES[PROMPT] if every else ():
+        tried[f"convolution {tuple(conv)}"] = time_calls(
+            lambda call: launch_chunk_convolution(world.x, world.conv, world.layers[call], steps, conv)  # noqa: B023
         )
-    return {"tokens": PROMPT, "convolution": convolution, "rule": rule, "tried": tried}
+    return row | ({"tried": tried} if every else {})
+
+
+def print_prompt(prompt: dict[str, Any]) -> None:
+    def shown(value: Any) -> str:
+        if isinstance(value, dict):
+            return ", ".join(f"{name} {shown(each)}" for name, each in value.items())
+        return f"{value:.1f}" if isinstance(value, float) else str(value)
+
+    print(f"a prompt: {shown({name: value for name, value in prompt.items() if name != 'tried'})}")
+    for name, value in prompt.get("tried", {}).items():
+        print(f"    {name:34} {shown(value)}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--nodes", type=int, nargs="+", choices=SHAPES, default=[1, 6, 32])
+    parser.add_argument("--only", choices=("rounds", "prompt"))
     parser.add_argument("--all", action="store_true", help="other tiles, too")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    began, rows = time.perf_counter(), []
+    began, rows, prompt = time.perf_counter(), [], None
     print("us a layer: rows nodes |  limit |  layer  ratio | convolution    rule    norm")
     with torch.inference_mode():
-        for B in args.rows:
+        for B in args.rows if args.only != "prompt" else ():
             for N in args.nodes:
                 rows.append(row := measure_tree(B, N, args.all))
                 times = f"{row['convolution']:11.1f} {row['rule']:7.1f} {row['norm']:7.1f}"
@@ -197,8 +223,9 @@ def main() -> None:
                 )
                 for tiles, us in row.get("tried", {}).items():
                     print(f"    {tiles:34} {us:8.1f}", flush=True)
-        prompt = measure_prompt(args.all)
-    print(json.dumps(prompt, indent=1), f"{time.perf_counter() - began:.0f} s in all", sep="\n")
+        if args.only != "rounds":
+            print_prompt(prompt := measure_prompt(args.all))
+    print(f"{time.perf_counter() - began:.0f} s in all")
     if args.out:
         about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
                  "date": time.strftime("%Y-%m-%d"), "rows": rows, "prompt": prompt}  # fmt: skip

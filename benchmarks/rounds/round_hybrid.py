@@ -3,6 +3,7 @@
     python benchmarks rounds.round_hybrid --out benchmarks/rounds/results/round_hybrid.json
     python benchmarks rounds.round_hybrid --model Qwen3.5-35B-A3B --only plain:1
     python benchmarks rounds.round_hybrid --layers 8 --no-trace
+    python benchmarks rounds.round_hybrid --only none --profile-prompt    # where a prompt's time goes: about 40 seconds
 
 The byte limit counts weights, keys and values, one read and one write of each row's states, and what nodes leave.  Chains are
 drafted by the target's MTP layer, trees by an EAGLE-3 head; with random weights they accept nothing.  Configs: the published
@@ -18,11 +19,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from rounds.mtp_8b import facts
-from rounds.round_8b import Case, measure, prefill_ms, random_pair, show
+from rounds.round_8b import Case, make_decoder, measure, prefill_ms, random_pair, random_prompts, show
 from rounds.round_mixture import fill_buffers
+from specdec.bench.kernels import trace
+from specdec.config import SamplingParams
 from specdec.draft.drafter import DraftModel
 from specdec.draft.mtp.head import MtpHead
 from specdec.draft.mtp.layouts import FAMILIES
@@ -31,6 +35,7 @@ from specdec.models.causal_lm import CausalLM
 from specdec.models.checkpoints.loader import build
 from specdec.models.config import ModelConfig
 from specdec.models.layers import HeadsRMSNorm, RMSNorm
+from specdec.models.linear import Linear
 from specdec.models.qwen_hybrid.config import parse_qwen_hybrid
 from specdec.models.qwen_hybrid.modules import GatedDeltaNet, hybrid_layer
 from specdec.models.sharding import join
@@ -104,6 +109,41 @@ def random_mtp(target: CausalLM, max_positions: int) -> MtpHead:
     return head
 
 
+def profile_prompt(model: CausalLM, drafter: DraftModel) -> dict[str, Any]:
+    """Milliseconds of one prompt by kind of kernel, and of the longest kernels.  Without a drafter's passes."""
+    decoder, sampling = make_decoder(model, drafter, None, 1, PROMPT, "round"), SamplingParams(max_tokens=1, ignore_eos=True)
+
+    def once() -> None:
+        decoder.generate(random_prompts(1, PROMPT), sampling)
+
+    once()
+    found = trace(once, 2, decoder.settings.device, named=14)
+    print(f"a prompt of {PROMPT}, target alone: {found.span:.1f} ms, idle {found.idle:.1f}, {found.kernels:.0f} kernels;",
+          ", ".join(f"{kind} {ms:.1f}" for kind, ms in found.by_kind.items()))  # fmt: skip
+    for name, ms, launches in found.longest:
+        print(f"    {ms:8.2f} ms {launches:6.1f} x {name}", flush=True)
+    products = cublas_ms(model, PROMPT)
+    print(f"    its products with dense weights by cuBLAS alone: {products:.1f} ms; {found.span / products:.2f} times that")
+    return {"profiled": PROMPT, "kinds_ms": found.by_kind, "longest": found.longest, "gpu_ms": found.span, "cublas": products}
+
+
+def cublas_ms(model: CausalLM, tokens: int) -> float:
+    """Milliseconds of the layers' products with dense weights, one after the other, in one pass over so many tokens."""
+    matrices = [part.weight for part in model.layers.modules() if isinstance(part, Linear) and part.weight is not None]
+    inputs = {K: torch.randn(tokens, K, device="cuda", dtype=torch.bfloat16) for K in {weight.shape[1] for weight in matrices}}
+    times = []
+    with torch.inference_mode():
+        for _ in range(3):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            for weight in matrices:
+                F.linear(inputs[weight.shape[1]], weight)
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end))
+    return sorted(times)[1]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="Qwen3.5-27B")
@@ -112,6 +152,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--no-trace", action="store_true")
     parser.add_argument("--no-prompt", action="store_true", help=f"leave out the prompt of {PROMPT} tokens")
+    parser.add_argument("--profile-prompt", action="store_true", help="the kernels of one, by time")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.manual_seed(0)
@@ -132,6 +173,8 @@ def main() -> None:
     if not args.no_prompt:
         rows.append({"model": args.model, "prompt": PROMPT, "ms": prefill_ms(model, drafters.mtp, 1, PROMPT)})
         print(f"a prompt of {PROMPT}: {rows[-1]['ms']:.1f} ms", flush=True)
+    if args.profile_prompt:
+        rows.append({"model": args.model} | profile_prompt(model, drafters.mtp))
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(facts() | {"rows": rows}, indent=1) + "\n")

@@ -41,8 +41,11 @@ class Span(NamedTuple):
     end: float
 
 
-def trace(step: Callable[[], object], rounds: int, device: torch.device) -> KernelSplit:
-    """Traces `rounds` calls of step(), which must run one round each, on a GPU.  Warm up before."""
+def trace(step: Callable[[], object], rounds: int, device: torch.device, named: int = MAX_NAMED) -> KernelSplit:
+    """Traces `rounds` calls of step(), which must run one round each, on a GPU.  Warm up before.
+
+    named: of how many kernels the split tells names, the longest ones first.
+    """
     assert device.type == "cuda" and rounds > 0
     torch.cuda.synchronize(device)
     activities = [torch.profiler.ProfilerActivity.CUDA]  # the host's operators left out: recording them would slow it
@@ -51,11 +54,11 @@ def trace(step: Callable[[], object], rounds: int, device: torch.device) -> Kern
             step()
         torch.cuda.synchronize(device)
     events = [event for event in profiler.events() or () if event.device_type == torch.autograd.DeviceType.CUDA]
-    return split((Span(event.name, event.time_range.start, event.time_range.end) for event in events), rounds)
+    return split((Span(event.name, event.time_range.start, event.time_range.end) for event in events), rounds, named)
 
 
-def split(spans: Iterable[Span], rounds: int) -> KernelSplit:
-    """Splits a trace of so many rounds.
+def split(spans: Iterable[Span], rounds: int, named: int = MAX_NAMED) -> KernelSplit:
+    """Splits a trace of so many rounds.  named: as of `trace`.
 
     A chained kernel starts before its predecessor ends, and waits for it.  So an instant belongs to the kernel that started
     first, and waiting is not counted as work.
@@ -73,7 +76,7 @@ def split(spans: Iterable[Span], rounds: int) -> KernelSplit:
         by_phase[phase] += own
         spent, launches = by_name.get(name, (0.0, 0))
         by_name[name] = spent + own, launches + 1
-    longest = sorted(by_name.items(), key=lambda item: -item[1][0])[:MAX_NAMED]
+    longest = sorted(by_name.items(), key=lambda item: -item[1][0])[:named]
     return KernelSplit(
         rounds,
         {kind: spent / 1e3 / rounds for kind, spent in by_kind.items() if spent},

@@ -74,7 +74,8 @@ def many_calls(group: SymmetricGroup) -> list[str]:
         T, H, dtype = alike.choice([1, 2, 5, 9]), alike.choice([40, 64]), alike.choice([torch.float32, torch.float16])
         groups.MAX_AS_MESSAGES = alike.choice([0, 1 << 20])
         partials = [partial_sum(rank, turn, T, H).to(dtype) for rank in range(group.size)]
-        x, weight = partial_sum(9, turn, T, H + 4).to(dtype)[:, :H], partial_sum(8, turn, H).to(dtype)
+        x, weight = partial_sum(9, turn, T, H + 4).to(dtype)[:, :H], partial_sum(8, turn, H)
+        weight = weight.to(alike.choice([dtype, torch.float32]))
         kind = alike.choice(["norm", "add", "sum", "gather", "all_to_all"])
         if kind == "gather":
             ids = [(each * 1e9).long() << 20 for each in partials]

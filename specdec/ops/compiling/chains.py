@@ -70,7 +70,7 @@ GROUPS = (
         "The norm in front of the qkv projection is complete when the store after it starts, and so are the tables, "
         "lengths and first keys made before that norm, which store and attention read before their waits. The second "
         "product of experts reads topk_ids, which the first one has waited for.",
-        "tiled_linear experts_linear weighted_sum each_linear own_pairs norm_parts few_gate_up",
+        "tiled_linear experts_linear weighted_sum each_linear own_pairs by_expert norm_parts few_gate_up",
         {
             "quantised_experts": "topk_ids qweight",
             "few_down": "topk_ids qweight",
@@ -147,10 +147,11 @@ GROUPS = (
         "late",
         "The convolution in front triggers late, so what stood before it is complete; states and what nodes left were written "
         "a round ago, under other numbers than those that tree_nodes writes in front of tree_rule. What comes next waits for a "
-        "complete convolution, too.",
+        "complete convolution, too, and chunk_scan for what chunk_prepare leaves.",
         "",
         {
-            "chunk_rule": "",
+            "chunk_prepare": "",
+            "chunk_scan": "",
             "tree_nodes": "parents",
             "step_rule": "count decay_left k_left path read state u_left",
             "tree_rule": "count decay_left k_left path read state u_left",

@@ -86,6 +86,11 @@ def with_tiles(x_MK: Tensor, weight_NK: Tensor, gated: bool, tiles: ProductTiles
     return silu_mul(y_MN) if gated else y_MN
 
 
+def partials_with_tiles(x_MK: Tensor, weight_NK: Tensor, tiles: ProductTiles) -> Partials:
+    """As `with_tiles`, of stream_hopper.py's tiles, before anybody has added up its splits."""
+    return Partials(_launch(x_MK, weight_NK, None, False, tiles, partials=True), x_MK.dtype)
+
+
 def silu_mul(gate_up_M2F: Tensor) -> Tensor:
     """silu(gate) * up: [..., F].  gate and up are the two halves of the last dim."""
     if use_kernels(gate_up_M2F) and gate_up_M2F.dim() == 2 and gate_up_M2F.stride(1) == 1:

@@ -10,7 +10,7 @@ No node of a tree needs a state of its own.  With D_i the log-decays summed alon
 
 so S is read once, whatever the tree.  A sum adds a path to it: exp(D_last) S + sum over j of exp(D_last - D_j) k_j (x) u_j.
 A part of a prompt is a chain, cut into blocks.  Everything is computed in the states' dtype.  On a GPU each pass over trees is
-one or two launches of trees/rule_triton.py, and each over parts one of chunk_triton.py.
+one or two launches of trees/rule_triton.py, and each over parts two of chunks/launch.py.
 
 Shapes: as of states.py.
 """
@@ -172,7 +172,7 @@ def ancestors(steps: TreeSteps) -> Tensor:
 def chunk_outputs(y_TC: Tensor, gates: Gates, layer: LayerStates, steps: ChunkSteps) -> Tensor:
     """[T, H, V]: each token's output, in y's dtype; that of padding is anything."""
     if use_kernels(y_TC):
-        from specdec.ops.recurrent.chunk_triton import launch_chunk_rule
+        from specdec.ops.recurrent.chunks.launch import launch_chunk_rule
 
         return launch_chunk_rule(y_TC, gates, layer, steps)
     (_, heads, width, value_width), key_heads = layer.state_PHKV.shape, layer.k_LNGK.shape[2]

@@ -1,4 +1,4 @@
-"""What the kernels of trees and of parts share: gates, products, and the rule over a block of a head's tokens.
+"""What the kernels of trees and of parts share: gates, products, and the inverse of a small system.
 
 Everything is float32.  A product of float32 numbers is three of tf32 ("tf32x3"); 16-bit numbers are exact in tf32, so that two
 do where the other side is cut in two.  Both have about the error of float32 ("ieee").
@@ -61,59 +61,6 @@ def squares(x_NK):
 
 
 @triton.jit
-def products(
-    from_k_NK, ok_N, tiles,
-    G: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr, N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    """Of queries (scaled) and keys, of length 1, with keys [N, N] and with the state [N, V]; and the keys' inverse lengths.
-
-    from_k_NK: the first columns of keys; queries lie G * K before them.  tiles: the state, in blocks of rows.
-    """
-    q_state, k_state = tl.zeros([N, BLOCK_V], tl.float32), tl.zeros([N, BLOCK_V], tl.float32)
-    q_squares, k_squares = tl.zeros([N], tl.float32), tl.zeros([N], tl.float32)
-    qk, kk = tl.zeros([N, N], tl.float32), tl.zeros([N, N], tl.float32)
-    for step in tl.static_range(K // BLOCK_K):
-        k_NK = tl.load(from_k_NK + step * BLOCK_K, mask=ok_N[:, None], other=0.0)
-        q_NK = tl.load(from_k_NK + step * BLOCK_K - G * K, mask=ok_N[:, None], other=0.0)
-        q_squares += squares(q_NK)
-        k_squares += squares(k_NK)
-        q_state = multiplied(q_NK, tiles[step], q_state, PRECISION)
-        k_state = multiplied(k_NK, tiles[step], k_state, PRECISION)
-        qk = alike(q_NK, k_NK, qk, PRECISION)
-        kk = alike(k_NK, k_NK, kk, PRECISION)
-    q_length, k_length = tl.rsqrt(q_squares + EPS) * K**-0.5, tl.rsqrt(k_squares + EPS)
-    qk, kk = qk * q_length[:, None] * k_length[None, :], kk * k_length[:, None] * k_length[None, :]
-    return qk, kk, q_state * q_length[:, None], k_state * k_length[:, None], k_length
-
-
-@triton.jit
-def rule(
-    qk_NN, kk_NN, q_state_NV, k_state_NV, v_NV, decay_N, beta_N, mask_NN, depth_N,
-    N: tl.constexpr, DEPTH: tl.constexpr, HALVINGS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """`gated_delta.on_paths` of one head: (outputs [N, V], u [N, V], summed log-decays [N]).
-
-    The first four are products of queries and keys with keys and with the state.  depth_N: each token's, DEPTH at most, by
-    which the system is solved; HALVINGS: log2(N), if it is solved by halves instead.
-    """
-    n = tl.arange(0, N)
-    summed_N = tl.sum(tl.where(mask_NN, decay_N[None, :], 0.0), 1)
-    # Of nodes on different branches the difference may be large: it never meets exp.
-    fade_NN = tl.exp(tl.where(mask_NN, summed_N[:, None] - summed_N[None, :], float("-inf")))
-    system_NN = tl.where(n[:, None] > n[None, :], kk_NN * fade_NN * beta_N[:, None], 0.0)
-    faded_N1 = tl.exp(summed_N)[:, None]
-    right_NV = beta_N[:, None] * (v_NV - faded_N1 * k_state_NV)
-    if HALVINGS:
-        u_NV = tl.dot(_inverse(system_NN, N, HALVINGS, PRECISION), right_NV, input_precision=PRECISION)
-    else:
-        u_NV = right_NV
-        for depth in range(1, DEPTH + 1):  # tokens of one depth do not depend on each other
-            deeper_NV = right_NV - tl.dot(system_NN, u_NV, input_precision=PRECISION)
-            u_NV = tl.where((depth_N == depth)[:, None], deeper_NV, u_NV)
-    return tl.dot(qk_NN * fade_NN, u_NV, faded_N1 * q_state_NV, input_precision=PRECISION), u_NV, summed_N
-
-
-@triton.jit
 def _inverse(system_NN, N: tl.constexpr, HALVINGS: tl.constexpr, PRECISION: tl.constexpr):
     """Of 1 + a strictly lower triangular matrix.
 
@@ -129,19 +76,26 @@ def _inverse(system_NN, N: tl.constexpr, HALVINGS: tl.constexpr, PRECISION: tl.c
 
 
 @triton.jit
-def unit_inverse(system_NN, N: tl.constexpr, SQUARINGS: tl.constexpr, HALVINGS: tl.constexpr, PRECISION: tl.constexpr):
+def unit_inverse(system_NN, N: tl.constexpr, DEPTH: tl.constexpr, HALVINGS: tl.constexpr, PRECISION: tl.constexpr):
     """Of 1 + a strictly lower triangular matrix: by halves (HALVINGS: log2(N)), or if that is 0 by powers.
 
-    x = -system, of whose powers those below 2^(SQUARINGS + 1) alone differ from 0: (1 + x)(1 + x^2)(1 + x^4).  The terms of
-    many powers would grow and cancel each other.
+    x = -system, whose powers above DEPTH, 7 at most, are 0: 1 + x + e + x e with e = x^2 + x^4 + x^6.  The terms of more powers
+    would grow and cancel each other.
     """
     n = tl.arange(0, N)
     if HALVINGS:
         inverse_NN = _inverse(system_NN, N, HALVINGS, PRECISION)
     else:
-        power_NN = -system_NN
-        inverse_NN = tl.where(n[:, None] == n[None, :], 1.0, power_NN)
-        for _ in tl.static_range(SQUARINGS):
-            power_NN = tl.dot(power_NN, power_NN, input_precision=PRECISION)
-            inverse_NN = tl.dot(inverse_NN, power_NN, inverse_NN, input_precision=PRECISION)
+        x_NN = -system_NN
+        inverse_NN = tl.where(n[:, None] == n[None, :], 1.0, x_NN)
+        if DEPTH > 1:
+            even_NN = tl.dot(x_NN, x_NN, input_precision=PRECISION)
+            if DEPTH > 3:
+                fourth_NN = tl.dot(even_NN, even_NN, input_precision=PRECISION)
+                if DEPTH > 5:
+                    even_NN = tl.dot(even_NN, fourth_NN, even_NN, input_precision=PRECISION)
+                even_NN += fourth_NN
+            inverse_NN += even_NN
+            if DEPTH > 2:
+                inverse_NN = tl.dot(x_NN, even_NN, inverse_NN, input_precision=PRECISION)
     return inverse_NN

@@ -85,7 +85,8 @@ class SymmetricGroup(Group):
         out_TH: Tensor | None = None,
         below_CH: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        if not self._has_rows(partial_TH) or not x_TH.dtype == weight_H.dtype == partial_TH.dtype:
+        is_known = x_TH.dtype == partial_TH.dtype and weight_H.dtype in (x_TH.dtype, torch.float32)
+        if not (is_known and self._has_rows(partial_TH)):
             return self.base.all_reduce_add_rms_norm(x_TH, partial_TH, weight_H, eps, out_TH, below_CH)
         total_TH, normed_TH = self._rows(x_TH, partial_TH, weight_H, eps)
         total_TH = total_TH if out_TH is None else out_TH.copy_(total_TH)

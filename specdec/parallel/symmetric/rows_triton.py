@@ -61,10 +61,22 @@ def finish_row(
 
 
 @triton.jit
+def load_scale(weight, at, DTYPE: tl.constexpr, WIDE: tl.constexpr, SYS: tl.constexpr):
+    """The weights of pairs of words, as `unpack` gives these.  WIDE: whether they are float32 beside numbers of 16 bits."""
+    if WIDE:
+        first = unpack(tl.load(weight + at * 2), tl.float32, SYS)
+        second = unpack(tl.load(weight + at * 2 + 1), tl.float32, SYS)
+        scale = tl.permute(tl.join(first, second), (0, 2, 1))
+    else:
+        scale = unpack(tl.load(weight + at), DTYPE, SYS)
+    return scale
+
+
+@triton.jit
 def few_rows_kernel(
     x, partial_sum, weight, total, normed, table, counts, stride_x, stride_partial, eps, patience,
     RANK: tl.constexpr, RANKS: tl.constexpr, CAPACITY: tl.constexpr, PAIRS: tl.constexpr, PADDED: tl.constexpr,
-    DTYPE: tl.constexpr, HAS_X: tl.constexpr, HAS_NORM: tl.constexpr, SYS: tl.constexpr, PDL: tl.constexpr,
+    DTYPE: tl.constexpr, HAS_X: tl.constexpr, HAS_NORM: tl.constexpr, WIDE: tl.constexpr, SYS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     index = lanes(PADDED, SYS)
@@ -72,7 +84,7 @@ def few_rows_kernel(
     at = tl.minimum(index, PAIRS - 1)  # lanes beyond the row repeat its last pair, which changes nothing
     scale = 0.0
     if HAS_NORM:  # no kernel writes weights, so they may be read before the wait
-        scale = unpack(tl.load(weight + at), DTYPE, SYS)
+        scale = load_scale(weight, at, DTYPE, WIDE, SYS)
     fault = tl.load(table + RANKS).to(tl.pointer_type(tl.int32))
     own_inbox = tl.load(table + RANK).to(tl.pointer_type(tl.int64))
     if PDL:
@@ -131,7 +143,7 @@ def many_rows_kernel(
     x, partial_sum, weight, total, normed, table, counts, stride_x, stride_partial, eps, patience, row_count,
     RANK: tl.constexpr, RANKS: tl.constexpr, AREA: tl.constexpr, MARKS: tl.constexpr, ROWS_AT: tl.constexpr,
     MARKS_AT: tl.constexpr, PAIRS: tl.constexpr, PADDED: tl.constexpr, GROUP: tl.constexpr, DTYPE: tl.constexpr,
-    HAS_X: tl.constexpr, HAS_NORM: tl.constexpr, SYS: tl.constexpr, PDL: tl.constexpr,
+    HAS_X: tl.constexpr, HAS_NORM: tl.constexpr, WIDE: tl.constexpr, SYS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     channel = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -140,7 +152,7 @@ def many_rows_kernel(
     at = tl.minimum(index, PAIRS - 1)
     scale = 0.0
     if HAS_NORM:
-        scale = unpack(tl.load(weight + at), DTYPE, SYS)
+        scale = load_scale(weight, at, DTYPE, WIDE, SYS)
     fault = tl.load(table + RANKS).to(tl.pointer_type(tl.int32))
     rows = tl.load(table + RANK) + ROWS_AT
     marks = (tl.load(table + RANK) + MARKS_AT).to(tl.pointer_type(tl.int32))
@@ -192,7 +204,8 @@ def launch_rows(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(x + all ranks' partial sums, its norm).  Without x: their sum alone.  Without weight, the second is the first.
 
-    patience: in nanoseconds.  few: partial sums travel as messages; at most a row a channel.  Rows of x may be strided.
+    weight_H: in x's dtype or float32.  patience: in nanoseconds.  few: partial sums travel as messages; at most a row a
+    channel.  Rows of x may be strided.
     """
     (T, H), layout = partial_TH.shape, inbox.layout
     total_TH = torch.empty(T, H, dtype=partial_TH.dtype, device=partial_TH.device)
@@ -202,8 +215,8 @@ def launch_rows(
     P = partial_TP.shape[1]
     shared: dict[str, Any] = {
         "RANK": rank, "RANKS": layout.ranks, "PAIRS": P, "PADDED": max(64, triton.next_power_of_2(P)),
-        "DTYPE": DTYPES[total_TH.dtype], "HAS_X": x_TH is not None, "HAS_NORM": weight_H is not None, "SYS": total_TH.is_cuda,
-        "num_warps": _warps(P), **chained(total_TH.device),
+        "DTYPE": DTYPES[total_TH.dtype], "HAS_X": x_TH is not None, "HAS_NORM": weight_H is not None,
+        "WIDE": scale.dtype != total_TH.dtype, "SYS": total_TH.is_cuda, "num_warps": _warps(P), **chained(total_TH.device),
     }  # fmt: skip
     step = layout.channels * (1 if few else layout.slots(P * 8))
     for first in range(0, T, step):

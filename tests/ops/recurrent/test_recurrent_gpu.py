@@ -11,7 +11,7 @@ from toolkit.inside.captures import capturing
 from toolkit.recurrent.made import Sizes, Weights, path_to, random_tree, steps_of, trash_steps
 from torch import Tensor
 
-from specdec.ops.recurrent.chunk_triton import launch_chunk_rule
+from specdec.ops.recurrent.chunks.launch import launch_chunk_rule
 from specdec.ops.recurrent.conv import chunk_convolution, tree_convolution
 from specdec.ops.recurrent.gated_delta import Gates, chunk_outputs, tree_outputs
 from specdec.ops.recurrent.states import ChunkSteps, LayerStates, TreeSteps

@@ -6,7 +6,8 @@ from toolkit.kernels import DEVICE
 from toolkit.recurrent.made import Sizes
 from toolkit.recurrent.rounds import copied, equal_memory, in_the_middle, inputs, moved, parts_of
 
-from specdec.ops.recurrent.chunk_triton import launch_chunk_rule
+from specdec.ops.recurrent.chunks import launch
+from specdec.ops.recurrent.chunks.launch import ChunkTiles
 from specdec.ops.recurrent.gated_delta import Gates, chunk_outputs, tree_outputs
 from specdec.ops.recurrent.trees.rule_triton import launch_tree_rule
 
@@ -75,22 +76,27 @@ def test_a_broken_node_reaches_those_below_it_alone(broken: str, nodes: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("sizes", "lengths", "kept", "after", "dtype"),
+    ("sizes", "lengths", "kept", "after", "dtype", "tiles", "search"),
     [
-        (ALIKE, [1, 37, 70], 2, 32, torch.float16),
-        (SHARED, [33, 3, 2], 0, 9, torch.float32),
-        (SHARED, [2], 0, 1, torch.float32),
+        (ALIKE, [1, 37, 70], 2, 32, torch.float16, None, 2),
+        (SHARED, [133, 3, 2], 0, 73, torch.float32, ChunkTiles(64, 16, 4, 1), 4),
+        (SHARED, [2], 0, 1, torch.float32, None, 32),
     ],
+    ids=["blocks of 32", "blocks of 64", "two tokens"],
 )
-def test_parts_equal_the_definition(sizes: Sizes, lengths: list[int], kept: int, after: int, dtype: torch.dtype) -> None:
-    """Keeps out: a block's border that shows, a state that is kept one token late, a part of padding that reaches a row, a
-    token after the parts that is read.
+def test_parts_equal_the_definition(
+    sizes: Sizes, lengths: list[int], kept: int, after: int, dtype: torch.dtype, tiles: ChunkTiles | None, search: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Keeps out: a block's border that shows, a block that is nobody's where parts are many, a state that is kept one token
+    late, a part of padding that reaches a row, a token after the parts that is read.
     """
+    monkeypatch.setattr(launch, "SEARCH", search)
     now = in_the_middle(sizes, 2, False, dtype, seed=len(lengths))
     steps, layer, tokens = parts_of(lengths, kept, after), copied(now.layer, DEVICE), sum(lengths)
     y, a, b = (torch.cat((each, each.new_full((3, each.shape[1]), torch.nan))) for each in inputs(sizes, tokens, dtype))
     gates = now.weights.gates(a, b)
-    got = launch_chunk_rule(y.to(DEVICE), on_device(gates), layer, moved(steps, DEVICE)).cpu()
+    got = launch.launch_chunk_rule(y.to(DEVICE), on_device(gates), layer, moved(steps, DEVICE), tiles).cpu()
     want = chunk_outputs(y, gates, now.layer, steps)
     torch.testing.assert_close(got[:tokens], want[:tokens], atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     equal_memory(layer, now.layer, 2e-5)

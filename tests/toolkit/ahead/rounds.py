@@ -106,6 +106,7 @@ def exchanges() -> None:
         inbox = inbox_of(ranks)
         for T, few in ((1, True), (60, True), (2048, False)):
             launch_rows(inbox, 1, 10**9, halves(T, HIDDEN), halves(T, HIDDEN), halves(HIDDEN), 1e-5, few)
+            launch_rows(inbox, 1, 10**9, halves(T, HIDDEN), halves(T, HIDDEN), floats(HIDDEN), 1e-5, few)
             launch_rows(inbox, 1, 10**9, None, halves(T, HIDDEN), None, 0.0, few)
         for kind in ("sum", "gather", "all_to_all"):
             launch_flat(inbox, 1, 10**9, halves(ranks, 4096), kind)  # type: ignore[arg-type]

@@ -57,6 +57,7 @@ CHOSEN: dict[str, list[str]] = {
     ],
     "experts_linear_kernel": ["tests/ops/products/experts/test_stacked.py::test_experts_equal_the_definition[7-2]"],
     "weighted_sum_kernel": [],
+    "by_expert_kernel": ["tests/ops/products/experts/test_stacked.py::test_pairs_are_sorted_by_expert[700]"],
     "own_pairs_kernel": ["tests/ops/products/experts/test_quantised_mixture.py::test_pairs_are_skipped[mxfp4-5-False]"],
     "each_linear_kernel": ["tests/ops/products/experts/test_stacked.py::test_each_matrix_equals_the_definition[columns]"],
     "silu_mul_kernel": ["tests/ops/products/test_linear.py::test_silu_mul_equals_the_definition[5-100-dtype2]"],
@@ -74,9 +75,8 @@ CHOSEN: dict[str, list[str]] = {
     "tree_rule_kernel": [
         f"{RULE}::test_trees_equal_the_definition[sizes{at}]" for at in ("3-7-tree-6-dtype3", "5-32-tree-6-dtype5")
     ],
-    "chunk_rule_kernel": [
-        "tests/ops/recurrent/test_rule_triton.py::test_parts_equal_the_definition[sizes0-lengths0-2-32-dtype0]"
-    ],
+    "chunk_prepare_kernel": [f"{RULE}::test_parts_equal_the_definition[blocks of 32]"],
+    "chunk_scan_kernel": [],
     "gated_norm_kernel": [
         "tests/ops/recurrent/test_gated_norm.py::test_a_norm_with_its_gate_is_transformers_[torch.float16-1-5-48]"
     ],

@@ -1,0 +1,1 @@
+"""The gated delta rule over parts of prompts on a GPU: see launch.py."""
