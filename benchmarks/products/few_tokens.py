@@ -1,12 +1,15 @@
 """How long a layer's mixture takes at few tokens: router, experts, and both with norms, until now and by the new kernels.
 
-    python benchmarks products.few_tokens --out benchmarks/products/results/few_tokens_h200.json    # about 3 minutes
-    python benchmarks products.few_tokens --formats dense int4 --rows 1 --all
+    python benchmarks products.few_tokens --all --out benchmarks/products/results/few_tokens_h200.json    # about 90 seconds
+    python benchmarks products.few_tokens --formats "dense 256" "int4 g128" --rows 1
+    python benchmarks products.few_tokens --sorted 64 96 192 512
 
-Layers of Qwen3-30B-A3B's size in bf16, fp8 blocks and int4, and of gpt-oss-20b's in mxfp4.  "Until now": cuBLAS and torch's
-operations for the router; for experts torch's grouped product, or mixture_triton.py.  New: router_triton.py and
-few_tokens_triton.py, with the best of a few tiles, first of gate and up, then of down.  "Layer" is a norm that adds the last
-output, the router and the experts, in a chain of CALLS, each with a router of its own; `+ partials`: the norm adds splits up.
+Layers of Qwen3-30B-A3B's size in bf16 (dense), fp8 blocks and int4, of Qwen3.5-35B-A3B's in bf16 (dense 256), and of
+gpt-oss-20b's in mxfp4.  "Until now": cuBLAS and torch's operations for the router; for experts torch's grouped product, or
+mixture_triton.py.  New: router_triton.py and few_tokens_triton.py, with the best of a few tiles, first of gate and up, then of
+down; --all prints the best three of each.  "Layer" is a norm that adds the last output, the router and the experts, in a chain
+of CALLS, each with a router of its own; `+ partials`: the norm adds splits up.  --sorted: of more tokens, torch's grouped
+product beside stacked_triton.py's, and nothing else.
 
 Times are medians of replays of CUDA graphs.  The limit is the time to read the distinct experts that were chosen, which are
 counted, once at 4.48 TB/s.  specdec takes the new kernels up to MOST_TOKENS tokens (specdec/ops/products/tiles/experts.py):
@@ -23,6 +26,7 @@ import multiprocessing
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,40 +35,55 @@ import triton
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from products.quantised_experts import BANDWIDTH, CALLS, FORMATS, LAYERS, choices, random_experts, time_calls
-from specdec.models.mixtures.products import run_experts
+from products.quantised_experts import BANDWIDTH, CALLS, FORMATS, Layer, choices, random_experts, time_calls
+from products.quantised_experts import LAYERS as OF_SIZES
+from specdec.models.mixtures.products import ordered_experts, run_experts
 from specdec.ops.norm import add_rms_norm
-from specdec.ops.products.experts import DenseExperts, Experts, few_tokens_experts, quantised_experts
+from specdec.ops.products.experts import DenseExperts, Experts, SwiGLU, few_tokens_experts, quantised_experts
 from specdec.ops.products.partials import Partials
 from specdec.ops.products.routing import RouterRule, RouterWeights, choose, routed
-from specdec.ops.products.tiles.experts import ROUTER, ExpertTiles, MixtureTiles, RouterTiles, few_tokens_tiles
+from specdec.ops.products.tiles.experts import ExpertTiles, MixtureTiles, RouterTiles, StackedTiles, few_tokens_tiles
 
-NAMES = {"dense": "Qwen3-30B-A3B", **{name: of for name, (of, _, _) in FORMATS.items()}}
-# Of gate and up: block_n, warps, stages, unroll.  Of down: splits, too.
+LAYERS = OF_SIZES | {"Qwen3.5-35B-A3B": Layer(256, 8, 2048, 512, SwiGLU())}
+NAMES = {"dense": "Qwen3-30B-A3B", "dense 256": "Qwen3.5-35B-A3B", **{name: of for name, (of, _, _) in FORMATS.items()}}
+ROWS = {True: (1, 6, 8, 32, 48), False: (1, 8)}  # of tokens, of dense experts and of others
+# By dense or not, and the most tokens, of gate and up: block_n, warps, stages, unroll.  Of down: splits, too.
 GATE_UP = {
-    True: ((32, 2, 4, 1), (32, 2, 6, 1), (32, 1, 5, 1), (16, 1, 6, 1), (64, 4, 4, 1), (64, 4, 6, 1)),
-    False: ((32, 2, 4, 2), (32, 2, 6, 2), (32, 1, 4, 2), (32, 2, 4, 4), (16, 1, 6, 2), (64, 4, 4, 2), (64, 2, 4, 2)),
+    (True, 1): ((32, 2, 4, 1), (32, 2, 6, 1), (32, 1, 5, 1), (16, 1, 6, 1), (64, 4, 4, 1)),
+    (True, 8): ((32, 1, 4, 1), (32, 1, 5, 1), (32, 1, 7, 1), (16, 1, 5, 1), (16, 1, 8, 1), (32, 2, 5, 1), (64, 2, 4, 1)),
+    (True, 32): ((64, 4, 3, 1), (64, 4, 4, 1), (64, 4, 5, 1), (128, 4, 3, 1), (32, 2, 4, 1)),
+    (True, 64): ((64, 4, 2, 1), (64, 4, 3, 1), (64, 4, 4, 1), (128, 4, 3, 1), (128, 8, 3, 1)),
+    (False, 1): ((32, 2, 4, 2), (32, 1, 4, 2), (16, 1, 6, 2), (64, 4, 4, 2), (64, 2, 4, 2)),
+    (False, 8): ((32, 2, 4, 2), (32, 1, 4, 2), (16, 1, 6, 2), (64, 4, 4, 2), (64, 2, 4, 2)),
 }
 DOWN = {
-    True: ((16, 1, 4, 1), (16, 1, 6, 1), (16, 1, 9, 1), (32, 2, 4, 1), (32, 1, 6, 1), (64, 4, 5, 1)),
-    False: ((16, 1, 4, 2), (16, 1, 6, 2), (16, 1, 4, 3), (32, 1, 4, 2), (32, 2, 6, 3), (64, 2, 4, 2)),
-}
-SPLITS = {1: (1, 2, 4, 8), 8: (2, 4, 8), 32: (2, 4)}
-ROUTERS = (
-    ROUTER,
-    RouterTiles(8, 16, 512, 4),
-    RouterTiles(8, 16, 128, 2),
-    RouterTiles(8, 32, 256, 4),
-    RouterTiles(16, 16, 256, 4),
+    (True, 1): ((16, 1, 4, 1, 8), (16, 1, 6, 1, 8), (32, 2, 4, 1, 8), (32, 1, 6, 1, 8), (32, 1, 6, 1, 4), (16, 1, 9, 1, 4)),
+    (True, 8): (
+        (16, 1, 4, 1, 8), (16, 1, 6, 1, 8), (16, 1, 5, 1, 16), (32, 1, 4, 1, 8), (32, 1, 4, 1, 16), (32, 1, 6, 1, 16),
+        (64, 2, 4, 1, 16),
+    ),
+    (True, 32): ((64, 4, 5, 1, 4), (64, 4, 5, 1, 8), (64, 4, 3, 1, 8), (32, 2, 4, 1, 8), (128, 4, 3, 1, 8)),
+    (True, 64): ((64, 4, 3, 1, 4), (64, 4, 3, 1, 8), (64, 4, 4, 1, 4), (64, 4, 2, 1, 8), (128, 4, 3, 1, 8), (128, 8, 3, 1, 8)),
+    (False, 1): ((16, 1, 4, 2, 4), (32, 1, 4, 2, 8), (32, 1, 4, 2, 4), (32, 2, 6, 3, 4)),
+    (False, 8): ((16, 1, 4, 2, 8), (32, 1, 4, 2, 8), (32, 2, 6, 3, 4), (64, 2, 4, 2, 8)),
+}  # fmt: skip
+ROUTERS = tuple(
+    RouterTiles(*each)
+    for each in ((4, 16, 256, 4), (8, 16, 256, 8), (2, 16, 256, 4), (4, 16, 512, 4), (8, 16, 512, 8), (4, 32, 256, 4))
 )
+STACKED = (
+    None, StackedTiles(16, 64, 128, 4, 4), StackedTiles(16, 64, 128, 4, 6), StackedTiles(16, 128, 128, 4, 3),
+    StackedTiles(32, 64, 128, 4, 4), StackedTiles(32, 128, 128, 8, 3), StackedTiles(64, 128, 64, 4, 4),
+)  # fmt: skip  # None: torch's
 
 
 class Trial(NamedTuple):
-    """A format and a number of tokens.  tiles: of the new kernels; None: the way taken until now."""
+    """A format, a number of tokens, and the part of the new kernels that has these tiles; None: the way taken until now."""
 
     name: str
     T: int
-    tiles: MixtureTiles | None
+    part: str
+    tiles: ExpertTiles | RouterTiles | None
 
 
 class World:
@@ -73,9 +92,9 @@ class World:
     def __init__(self, name: str) -> None:
         self.name, self.layer = name, LAYERS[NAMES[name]]
         E, H, F = self.layer.experts, self.layer.hidden, self.layer.width
-        if name == "dense":
+        if is_dense(name):
             shapes = (E, 2 * F, H), (E, H, F)
-            first, second = (torch.randn(shape, device="cuda", dtype=torch.bfloat16).div_(50) for shape in shapes)
+            first, second = (torch.empty(shape, device="cuda", dtype=torch.bfloat16).normal_(std=0.02) for shape in shapes)
             self.experts: Experts = DenseExperts(first, second)
         else:
             self.experts = random_experts(self.layer, *FORMATS[name][1:])
@@ -133,50 +152,94 @@ def layer_call(
     return call
 
 
-def combined(T: int, gate_up: tuple[int, ...], down: tuple[int, ...], splits: int) -> MixtureTiles:
-    block_m = max(8, triton.next_power_of_2(T))
-    return MixtureTiles("few_tokens_triton", ExpertTiles(block_m, *gate_up), ExpertTiles(block_m, *down, splits))
+def is_dense(name: str) -> bool:
+    return name.startswith("dense")
 
 
-def candidates(name: str, T: int) -> Iterator[MixtureTiles]:
-    """Each form of gate and up, and each of down, at least once."""
-    dense, top_k = name == "dense", LAYERS[NAMES[name]].top_k
-    splits = [each for each in SPLITS.get(T, (1, 2)) if T > 1 or each <= top_k]
-    downs = [(down, each) for down in DOWN[dense] for each in splits]
-    for place in range(max(len(downs), len(GATE_UP[dense]))):
-        yield combined(T, GATE_UP[dense][place % len(GATE_UP[dense])], *downs[place % len(downs)])
+def forms(table: dict[tuple[bool, int], tuple[tuple[int, ...], ...]], name: str, T: int) -> list[ExpertTiles]:
+    """The table's tiles for so many tokens; splits are no more than a single token's experts."""
+    most = LAYERS[NAMES[name]].top_k if T == 1 else T * 64
+    dense, block_m = is_dense(name), max(8, triton.next_power_of_2(T))
+    size = min(each for kind, each in table if kind == dense and (each >= T or each == (64 if dense else 8)))
+    found = [ExpertTiles(block_m, *each) for each in table[dense, size]]
+    return list(dict.fromkeys(each._replace(splits=min(each.splits, most)) for each in found))
 
 
-def compile_all(todo: list[Trial]) -> None:
+def own_tiles(name: str, T: int) -> MixtureTiles:
+    tiles = few_tokens_tiles(T, "dense" if is_dense(name) else FORMATS[name][1])
+    splits = min(tiles.down.splits, LAYERS[NAMES[name]].top_k) if T == 1 else tiles.down.splits
+    return tiles._replace(down=tiles.down._replace(splits=splits))
+
+
+def trials(name: str, T: int) -> Iterator[Trial]:
+    """Each launch that must be compiled."""
+    own = own_tiles(name, T)
+    yield Trial(name, T, "now", None)
+    yield from (Trial(name, T, "gate_up", each) for each in dict.fromkeys([own.gate_up, *forms(GATE_UP, name, T)]))
+    yield from (Trial(name, T, "down", each) for each in dict.fromkeys([own.down, *forms(DOWN, name, T)]))
+    yield from (Trial(name, T, "router", each) for each in ROUTERS)
+
+
+_world: World | None = None  # of a process that compiles
+
+
+def compile_one(trial: Trial) -> None:
     """By one process, of several: what it compiles is kept for the process that measures."""
-    with torch.inference_mode():
-        for name in dict.fromkeys(trial.name for trial in todo):
-            world = World(name)
-            for trial in todo:
-                if trial.name == name:
-                    with suppress(OutOfResources):
-                        experts_call(world, trial.T, trial.tiles)(0)
-                    for router in ROUTERS if trial.tiles is None else ():
-                        world.route(world.inputs(trial.T)[0], 0, router)
-    torch.cuda.synchronize()
+    global _world
+    with torch.inference_mode(), suppress(OutOfResources):
+        if _world is None or _world.name != trial.name:
+            _world = None
+            _world = World(trial.name)
+        T, x = trial.T, _world.inputs(trial.T)[0]
+        if isinstance(trial.tiles, RouterTiles):
+            _world.route(x, 0, trial.tiles)
+        elif trial.tiles is None:
+            experts_call(_world, T, None)(0)
+        else:
+            own = own_tiles(trial.name, T)
+            experts_call(_world, T, own._replace(**{trial.part: trial.tiles}))(0)
+        torch.cuda.synchronize()
 
 
 def best_tiles(world: World, T: int, kept: list[dict[str, Any]]) -> tuple[MixtureTiles, float]:
     """Gate and up with the policy's down, and then down with the best gate and up."""
 
-    def fastest(trials: list[MixtureTiles]) -> tuple[MixtureTiles, float]:
+    def fastest(part: str, trials: list[MixtureTiles]) -> tuple[MixtureTiles, float]:
         times = []
         for each in dict.fromkeys(trials):
             with suppress(OutOfResources):
                 times.append((time_calls(experts_call(world, T, each)), each))
-        kept.extend({"format": world.name, "T": T, "tiles": tiles, "us": round(us, 2)} for us, tiles in times)
+        kept.extend(
+            {"format": world.name, "T": T, "part": part, "tiles": tiles, "us": round(us, 2)} for us, tiles in times
+        )  # fmt: skip
         us, tiles = min(times, key=lambda each: each[0])
         return tiles, us
 
-    own = few_tokens_tiles(T, "dense" if world.name == "dense" else FORMATS[world.name][1])
-    every = list(candidates(world.name, T))
-    first, _ = fastest([own, *(own._replace(gate_up=each.gate_up) for each in every)])
-    return fastest([first, *(first._replace(down=each.down) for each in every)])
+    own = own_tiles(world.name, T)
+    first, _ = fastest("gate_up", [own, *(own._replace(gate_up=each) for each in forms(GATE_UP, world.name, T))])
+    return fastest("down", [first, *(first._replace(down=each) for each in forms(DOWN, world.name, T))])
+
+
+def compare_sorted(names: list[str], rows: list[int]) -> list[dict[str, Any]]:
+    """Of dense experts and more tokens: torch's grouped product beside ours, by tiles."""
+    found = []
+    for name in filter(is_dense, names):
+        world = World(name)
+        assert isinstance(world.experts, DenseExperts)
+        weights = world.experts.gate_up, world.experts.down
+        for T in rows:
+            xs, chosen, shares = world.inputs(T), choices(world.layer, T), torch.rand(T, world.layer.top_k, device="cuda")
+            distinct = sum(len(ids.unique()) for ids in chosen) / CALLS
+            print(
+                f"{name} {T} tokens, {distinct:.0f} experts, limit {1e6 * world.bytes_of(distinct) / BANDWIDTH:.0f} us:", end=""
+            )
+            for tiles in STACKED:
+                way = run_experts if tiles is None else partial(ordered_experts, tiles=tiles)
+                us = time_calls(lambda call: way(xs[call], shares, chosen[call], *weights))  # noqa: B023
+                found.append({"format": name, "T": T, "tiles": tiles, "us": round(us, 2)})
+                print(f" {'torch' if tiles is None else 'x'.join(map(str, tiles))} {us:.0f}", end="", flush=True)
+            print()
+    return found
 
 
 def measure(world: World, T: int, kept: list[dict[str, Any]]) -> dict[str, Any]:
@@ -191,7 +254,7 @@ def measure(world: World, T: int, kept: list[dict[str, Any]]) -> dict[str, Any]:
         "differs": float((got - want).norm() / want.norm()),
         "router": [round(time_calls(lambda call: world.route(xs[call], call, None)), 2), round(routers[router], 2)],
         "experts": [round(time_calls(experts_call(world, T, None)), 2), round(new, 2)],
-        "tiles": tiles, "router_tiles": router,
+        "tiles": tiles, "router_tiles": router, "routers": [(each, round(us, 2)) for each, us in routers.items()],
     }  # fmt: skip
     row["experts_limit"] = round(1e6 * world.bytes_of(row["distinct"]) / BANDWIDTH, 2)
     ways = (None, None, False), (tiles, router, False), (tiles, router, True)
@@ -223,29 +286,50 @@ def print_table(rows: list[dict[str, Any]]) -> None:
         )
 
 
+def print_best(rows: list[dict[str, Any]], kept: list[dict[str, Any]]) -> None:
+    """The best three tiles of gate and up, of down, and of the router, of each format and number of tokens."""
+    for row in rows:
+        line = f"{row['format']} {row['T']}"
+        for part in ("gate_up", "down"):
+            own = [each for each in kept if (each["format"], each["T"], each["part"]) == (row["format"], row["T"], part)]
+            best = sorted(own, key=lambda each: each["us"])[:3]
+            line += f" | {part}: " + ", ".join(f"{each['us']:.1f} {shown(getattr(each['tiles'], part))}" for each in best)
+        best = sorted(row["routers"], key=lambda each: each[1])[:3]
+        print(line + " | router: " + ", ".join(f"{us:.1f} {'x'.join(map(str, tiles))}" for tiles, us in best))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--formats", nargs="+", choices=NAMES, default=list(NAMES))
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--rows", type=int, nargs="+", help="tokens; left out: those of ROWS")
+    parser.add_argument("--sorted", type=int, nargs="+", help="tokens: products of pairs sorted by expert, and nothing else")
     parser.add_argument("--processes", type=int, default=14, help="that compile side by side")
-    parser.add_argument("--all", action="store_true", help="print each trial of tiles, too")
+    parser.add_argument("--all", action="store_true", help="print the best three tiles of each part, too")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    todo = [Trial(name, T, tiles) for name in args.formats for T in args.rows for tiles in (None, *candidates(name, T))]
+    if args.sorted:
+        with torch.inference_mode():
+            compare_sorted(args.formats, args.sorted)
+        return
+    tokens = {name: args.rows or ROWS[is_dense(name)] for name in args.formats}
+    # One compiled kernel serves all numbers of tokens that are padded alike, but for down's list of experts.
+    todo = {
+        (trial.name, trial.part, trial.tiles, trial.T if trial.part in ("down", "now") else trial.T == 1): trial
+        for name in args.formats for T in tokens[name] for trial in trials(name, T)
+    }  # fmt: skip
     began = time.perf_counter()
     with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
-        pool.map(compile_all, [todo[first :: args.processes] for first in range(args.processes)])
+        pool.map(compile_one, todo.values(), chunksize=max(1, len(todo) // (3 * args.processes)))
     print(f"compiled for {time.perf_counter() - began:.0f} s", flush=True)
     rows, kept = [], []  # type: list[dict[str, Any]], list[dict[str, Any]]
     with torch.inference_mode():
         for name in args.formats:
             world = World(name)
-            rows += [measure(world, T, kept) for T in args.rows]
-            print_table(rows[-len(args.rows) :])
-    if args.all:
-        for trial in sorted(kept, key=lambda each: (each["format"], each["T"], each["us"])):
-            print(trial["format"], trial["T"], f"{trial['us']:8.2f}", shown(trial["tiles"].gate_up), shown(trial["tiles"].down))
+            rows += [measure(world, T, kept) for T in tokens[name]]
+            print(f"measured {name}, {time.perf_counter() - began:.0f} s", flush=True)
     print_table(rows)
+    if args.all:
+        print_best(rows, kept)
     print(f"{time.perf_counter() - began:.0f} s in all")
     if args.out:
         about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,

@@ -119,20 +119,26 @@ def random_pair(
     aux_layers: tuple[int, int, int] = (1, 15, 28),
     group: Group = ALONE,
     make_layer: MakeLayer = decoder_layer,
+    no_experts: bool = False,
 ) -> tuple[CausalLM, EagleHead]:
     """Both models with normal weights, made on the GPU.  The head has the real one's shape, over those layers' outputs.
 
     group: the ranks of which each makes a share of both.  make_layer: of a target that is no Llama.
+    no_experts: whether the experts' matrices take no memory yet, because the caller stores them in fewer bits.
     """
-    shard = Shard(group.rank, group.size)
-    model = build(lambda: CausalLM(share_of(target, shard), max_positions, make_layer), device, torch.bfloat16)
+    shard, vocab = Shard(group.rank, group.size), min(DRAFT_VOCAB, target.vocab_size)
+    model = build(lambda: CausalLM(share_of(target, shard), max_positions, make_layer), device, torch.bfloat16, no_experts)
+    for matrix in model.modules() if no_experts else ():
+        if isinstance(matrix, Linear):
+            for part in matrix.parts.sizes:
+                matrix.tensors(part)  # takes its memory
     layer = share_of(replace(target, num_layers=1, layer_kinds=(), kv_source=(), experts=None), shard)
-    shape = HeadSpec(layer, "eagle3", aux_layers, target.hidden_size, DRAFT_VOCAB)
+    shape = HeadSpec(layer, "eagle3", aux_layers, target.hidden_size, vocab)
     head = build(lambda: Eagle3Head(shape, max_positions), device, torch.bfloat16)
     head.embed_tokens = model.embed_tokens
     for parameter in dict.fromkeys([*model.parameters(), *head.parameters()]):  # in one order on all ranks
         parameter.normal_(std=0.02) if parameter.dim() > 1 else parameter.fill_(1.0)
-    head.d2t_V = torch.arange(DRAFT_VOCAB, device=device) * 3
+    head.d2t_V = torch.arange(vocab, device=device) * min(3, target.vocab_size // vocab - 1)
     for each in (model, head):
         join(each, group)
     return model, head
@@ -192,8 +198,9 @@ def make_decoder(
     return SpecDecoder(model, head if spec else None, settings, Tokenizer(Path("/nonexistent")), ranks)
 
 
-def random_prompts(batch: int, context: int) -> list[list[int]]:
-    return torch.randint(1000, 100000, (batch, context), generator=torch.Generator().manual_seed(1)).tolist()
+def random_prompts(batch: int, context: int, vocab_size: int = 100000) -> list[list[int]]:
+    most = min(100000, vocab_size)
+    return torch.randint(1000, most, (batch, context), generator=torch.Generator().manual_seed(1)).tolist()
 
 
 def measure(
@@ -215,7 +222,8 @@ def measure(
     decoder = make_decoder(model, head, spec, case.batch, case.context, graphs, deterministic=deterministic, ranks=ranks)
     sampling = [SamplingParams(max_tokens=900, ignore_eos=True)] * case.batch
     session = Session(decoder)
-    work = Workload(session, random_prompts(case.batch, case.context), sampling, speculate=spec is not None)
+    prompts = random_prompts(case.batch, case.context, model.config.vocab_size)
+    work = Workload(session, prompts, sampling, speculate=spec is not None)
     settle = 8 if traced else 100  # compiles, captures; "auto" tries other numbers of levels first
     full_rounds(work, session.step, settle)
     found = [walls for walls, _ in full_rounds(work, session.timed_step, rounds)]
@@ -249,7 +257,7 @@ def prefill_ms(
 ) -> float:
     """Wall milliseconds from the request to the first token of every prompt, for both models."""
     decoder = make_decoder(model, head, SpecConfig(5, 1, 6), batch, tokens, "round", attention, deterministic)
-    prompts, times = random_prompts(batch, tokens), []
+    prompts, times = random_prompts(batch, tokens, model.config.vocab_size), []
     for _ in range(repeats):
         torch.cuda.synchronize()
         start = time.perf_counter()

@@ -24,6 +24,7 @@ from specdec.ops.products.experts import (
     by_expert,
     mixture_tiles,
     run_mixture,
+    sorted_tiles,
 )
 from specdec.ops.products.grouped import has_grouped_product
 from specdec.ops.products.numerics import FAST, Numerics
@@ -53,9 +54,9 @@ def mixture(
         out_TH = torch.zeros_like(x_TH)
     elif (tiles := mixture_tiles(x_TH, experts, topk_ids_TK.shape[1], numerics)) is not None:
         return run_mixture(x_TH, *chosen, experts, tiles, shared, partials)
-    elif numerics.is_invariant:
-        assert isinstance(experts, DenseExperts), "refused where the decoder is built"
-        out_TH = ordered_experts(x_TH, *chosen, experts.gate_up, experts.down, form)
+    elif (stacked := sorted_tiles(x_TH, experts, topk_ids_TK.shape[1], numerics)) is not None:
+        assert isinstance(experts, DenseExperts)
+        out_TH = ordered_experts(x_TH, *chosen, experts.gate_up, experts.down, form, stacked)
     elif isinstance(experts, DenseExperts):
         out_TH = run_experts(x_TH, *chosen, experts.gate_up, experts.down, form)
     elif 3 * topk_ids_TK.numel() <= gate_up.count and not is_traced(x_TH):  # only the experts in use are dequantised

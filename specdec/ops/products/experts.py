@@ -15,13 +15,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.ops.launch import has_pdl, use_kernels
+from specdec.ops.launch import has_pdl, has_triton, use_kernels
+from specdec.ops.operator import is_traced
 from specdec.ops.products.dense import silu_mul
 from specdec.ops.products.formats.experts import QuantisedStack, scales_form
 from specdec.ops.products.numerics import Numerics
 from specdec.ops.products.partials import Partials
 from specdec.ops.products.stacked import weighted_sum
-from specdec.ops.products.tiles.experts import MAX_READ, ExpertsKind, ExpertTiles, MixtureTiles, expert_tiles
+from specdec.ops.products.tiles.experts import (
+    MAX_READ,
+    MAX_SORTED,
+    ExpertsKind,
+    ExpertTiles,
+    MixtureTiles,
+    StackedTiles,
+    expert_tiles,
+)
 
 
 class SwiGLU(NamedTuple):
@@ -107,6 +116,16 @@ def mixture_tiles(x_TH: Tensor, experts: Experts, top_k: int, numerics: Numerics
     return numerics.mixture_tiles(len(x_TH), top_k, count, kind, x_TH.dtype, has_pdl(x_TH.device))
 
 
+def sorted_tiles(x_TH: Tensor, experts: Experts, top_k: int, numerics: Numerics) -> StackedTiles | None:
+    """Those of stacked.py's kernels, over pairs that are sorted by expert; None: a library multiplies with dense experts."""
+    if not isinstance(experts, DenseExperts):
+        return None
+    ours = all(stack.is_contiguous() and stack.dtype == x_TH.dtype for stack in experts[:2])
+    if not numerics.is_invariant and not (ours and use_kernels(x_TH) and len(x_TH)):
+        return None
+    return numerics.sorted_tiles(len(x_TH), top_k, len(experts.gate_up), x_TH.dtype)
+
+
 def run_mixture(
     x_TH: Tensor, topk_weights_TK: Tensor, topk_ids_TK: Tensor, experts: Experts, tiles: MixtureTiles,
     shared: SharedOutput | None = None, partials: bool = False,
@@ -165,8 +184,12 @@ def quantised_experts(
 def by_expert(topk_ids_TK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """(the indices of pairs sorted by expert, int64 [P]; how many pairs each expert has, int32 [E]).
 
-    Pairs that are skipped come last.
+    Pairs that are skipped come last.  Of pairs of one expert the first is first.
     """
+    if topk_ids_TK.is_cuda and not is_traced(topk_ids_TK) and has_triton() and 0 < topk_ids_TK.numel() <= MAX_SORTED:
+        from specdec.ops.products.kernels.experts.by_expert_triton import launch_by_expert
+
+        return launch_by_expert(topk_ids_TK.flatten(), experts)
     counts = torch.zeros(experts + 1, dtype=torch.int32, device=topk_ids_TK.device)
     counts.index_add_(0, topk_ids_TK.flatten(), counts.new_ones(topk_ids_TK.numel()))
     return topk_ids_TK.flatten().argsort(stable=True), counts[:experts]

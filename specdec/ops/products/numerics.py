@@ -27,6 +27,7 @@ from specdec.ops.products.tiles.experts import (
     StackedTiles,
     mixture_tiles,
     router_tiles,
+    sorted_tiles,
     stacked_tiles,
 )
 from specdec.ops.products.tiles.lossless import lossless_tiles
@@ -88,6 +89,13 @@ class Numerics:
             return None
         return mixture_tiles(tokens, top_k, experts, kind)
 
+    def sorted_tiles(self, tokens: int, top_k: int, experts: int, dtype: torch.dtype) -> StackedTiles | None:
+        """Those of our own products with dense experts, of pairs sorted by expert; None: torch multiplies.
+
+        It is asked where `mixture_tiles` has none.
+        """
+        return None if dtype == torch.float32 else sorted_tiles(tokens, top_k, experts)
+
     def router_tiles(self, tokens: int, dtype: torch.dtype) -> RouterTiles | None:
         """Those of a router of x of that dtype; None: a library computes its logits, and torch's operations choose."""
         return None if dtype == torch.float32 else router_tiles(tokens)
@@ -119,7 +127,10 @@ class Invariant(Numerics):
         self, tokens: int, top_k: int, experts: int, kind: ExpertsKind, *others: object
     ) -> None:  # fmt: skip
         assert kind == "dense", "refused where the decoder is built"
-        return None  # `stacked_tiles` has those: few_tokens_triton.py adds experts up in another order for one token
+        return None  # `sorted_tiles` has those: few_tokens_triton.py adds experts up in another order for one token
+
+    def sorted_tiles(self, tokens: int, top_k: int, experts: int, dtype: torch.dtype) -> StackedTiles:
+        return stacked_tiles(-(-tokens * top_k // experts), dtype.itemsize)
 
     def router_tiles(self, tokens: int, dtype: torch.dtype) -> None:
         return None  # `stacked_tiles` has those of logits, whatever the number of tokens

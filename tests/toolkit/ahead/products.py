@@ -15,6 +15,7 @@ from specdec.ops.products.experts import (
     QuantisedExperts,
     SharedOutput,
     SwiGLU,
+    by_expert,
     few_tokens_experts,
     mixture_tiles,
     quantised_experts,
@@ -57,6 +58,7 @@ def products() -> None:
                 experts_linear(halves(T, H), halves(E, 2 * F, H), biases[0], order, each, A, gate=gate)
                 experts_linear(halves(T * A, F), halves(E, H, F), biases[1], order, each, A, gate=None)
         weighted_sum(halves(T, A, H), floats(T, A))
+        by_expert(ids(T, A), E)
         own_pairs(floats(T, A), ids(T, A), range(64))
         own_pairs(floats(6 * T, A), ids(6 * T, A), range(E), LiveRows(counts(T), ids(T)))
 

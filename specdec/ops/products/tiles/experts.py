@@ -20,6 +20,9 @@ MOST_ROUTED = 64
 MOST_TOKENS: dict[ExpertsKind, int] = {"dense": 64, "e4m3": 8, "int4": 8}
 FEW = 64  # threshold in pairs: fewer have too few tiles for all SMs
 MAX_READ = 512  # threshold in pairs: programs find their pairs in more by sorting them first
+MAX_SORTED = 4096  # threshold in pairs: up to so many by_expert_triton.py sorts, and more by torch
+# Up to so many tokens, and from MOST_TOKENS on, stacked_triton.py multiplies with dense experts.  Off until it is timed.
+MOST_STACKED = 0
 
 
 class RouterTiles(NamedTuple):
@@ -111,6 +114,13 @@ class StackedTiles(NamedTuple):
     block_k: int
     warps: int
     stages: int
+
+
+def sorted_tiles(tokens: int, top_k: int, experts: int) -> StackedTiles | None:
+    """None: a library multiplies with dense experts, in rows that are sorted too."""
+    if tokens > MOST_STACKED:
+        return None
+    return stacked_tiles(-(-tokens * top_k // experts), 2)
 
 
 def stacked_tiles(rows: int, itemsize: int) -> StackedTiles:

@@ -16,6 +16,7 @@ from specdec.models.mixtures.products import masked_experts, ordered_experts
 from specdec.models.mixtures.router import Router
 from specdec.models.mixtures.rules import ExpertsConfig
 from specdec.ops.products.experts import PLAIN, Form, SwiGLU
+from specdec.ops.products.kernels.experts.by_expert_triton import launch_by_expert
 from specdec.ops.products.numerics import INVARIANT
 from specdec.ops.products.routing import RouterRule
 from specdec.ops.products.stacked import each_linear
@@ -55,6 +56,17 @@ def test_experts_equal_the_definition(T: int, K: int, form: Form) -> None:
     with torch.inference_mode():
         got = ordered_experts(x, topk_weights_TK, topk_ids_TK, gate_up, down, form, SMALL)
     assert got.dtype == DTYPE and (got.double() - want).norm() < 6e-3 * want.norm()
+
+
+@pytest.mark.parametrize("P", [6, 700])
+def test_pairs_are_sorted_by_expert(P: int) -> None:
+    """Keeps out: pairs of an expert in another order than torch's stable sort has, and an expert nobody chose; skipped pairs
+    that are counted."""
+    ids_P = torch.randint(0, 5, (P,), generator=torch.Generator().manual_seed(P)).to(DEVICE)
+    ids_P[ids_P == 2] = 5  # which is no expert
+    order_P, counts_E = launch_by_expert(ids_P, 5)
+    assert torch.equal(order_P, ids_P.argsort(stable=True))
+    assert torch.equal(counts_E, torch.bincount(ids_P, minlength=6)[:5].int())
 
 
 @pytest.mark.parametrize("along", [True, False], ids=["rows", "columns"])
