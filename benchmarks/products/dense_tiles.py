@@ -41,7 +41,10 @@ SHAPES: dict[str, dict[str, tuple[int, int]]] = {
 }  # fmt: skip
 ADDED = ("out", "down")
 ROOM = {1: WHOLE_SM, 2: HALF_SM, 3: 74_000}  # bytes of a program's stages, by programs of an SM
+# Weight rows and columns of a step, and programs of an SM.  With more rows of x, tiles of more weight rows read x less often.
 PIECES = ((64, 256, 1), (64, 256, 2), (64, 128, 1), (64, 128, 2), (64, 128, 3), (128, 128, 1), (128, 128, 2), (128, 256, 1))
+MORE = ((128, 64, 2), (256, 64, 1), (256, 128, 1))  # from MANY rows of x on
+MANY = 32
 
 
 class CompiledTiles(NamedTuple):
@@ -56,12 +59,12 @@ def candidates(M: int, N: int, K: int) -> list[ProductTiles]:
     """With so many splits that each SM has one program, or as many as fit on it."""
     found: dict[ProductTiles, None] = {}
     block_m = padded_rows(M)
-    for rows, block_k, share in PIECES:
+    for rows, block_k, share in PIECES + (MORE if M >= MANY else ()):
         stages = min(12, ROOM[share] // ((rows + block_m) * block_k * 2))
         tiles = -(-N // rows)
         for splits in {1, max(1, SMS // tiles), max(1, share * SMS // tiles)}:
             if stages >= 2 and splits <= -(-K // (2 * block_k)):
-                found[ProductTiles("stream_hopper", block_m, rows, block_k, splits, rows // 16, stages)] = None
+                found[ProductTiles("stream_hopper", block_m, rows, block_k, splits, min(8, rows // 16), stages)] = None
     return list(found)
 
 
@@ -149,7 +152,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=list(SHAPES))
     names = list(SHAPES["27B"])
     parser.add_argument("--shapes", nargs="+", choices=names, default=names)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 6, 8, 32, 48])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 48])
     parser.add_argument("--top", type=int, default=1, help="how many of the best tiles are printed")
     parser.add_argument("--workers", type=int, default=24, help="processes that compile")
     parser.add_argument("--out", type=Path)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from rounds.mtp_8b import facts
@@ -34,6 +35,7 @@ from specdec.models.causal_lm import CausalLM
 from specdec.models.checkpoints.loader import build
 from specdec.models.config import ModelConfig
 from specdec.models.layers import HeadsRMSNorm, RMSNorm
+from specdec.models.linear import Linear
 from specdec.models.qwen_hybrid.config import parse_qwen_hybrid
 from specdec.models.qwen_hybrid.modules import GatedDeltaNet, hybrid_layer
 from specdec.models.sharding import join
@@ -120,7 +122,26 @@ def profile_prompt(model: CausalLM, drafter: DraftModel) -> dict[str, Any]:
           ", ".join(f"{kind} {ms:.1f}" for kind, ms in found.by_kind.items()))  # fmt: skip
     for name, ms, launches in found.longest:
         print(f"    {ms:8.2f} ms {launches:6.1f} x {name}", flush=True)
-    return {"profiled": PROMPT, "kinds_ms": found.by_kind, "longest": found.longest, "gpu_ms": found.span}
+    products = cublas_ms(model, PROMPT)
+    print(f"    its products with dense weights by cuBLAS alone: {products:.1f} ms; {found.span / products:.2f} times that")
+    return {"profiled": PROMPT, "kinds_ms": found.by_kind, "longest": found.longest, "gpu_ms": found.span, "cublas": products}
+
+
+def cublas_ms(model: CausalLM, tokens: int) -> float:
+    """Milliseconds of the layers' products with dense weights, one after the other, in one pass over so many tokens."""
+    matrices = [part.weight for part in model.layers.modules() if isinstance(part, Linear) and part.weight is not None]
+    inputs = {K: torch.randn(tokens, K, device="cuda", dtype=torch.bfloat16) for K in {weight.shape[1] for weight in matrices}}
+    times = []
+    with torch.inference_mode():
+        for _ in range(3):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            for weight in matrices:
+                F.linear(inputs[weight.shape[1]], weight)
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end))
+    return sorted(times)[1]
 
 
 def main() -> None:

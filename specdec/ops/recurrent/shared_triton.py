@@ -76,19 +76,26 @@ def _inverse(system_NN, N: tl.constexpr, HALVINGS: tl.constexpr, PRECISION: tl.c
 
 
 @triton.jit
-def unit_inverse(system_NN, N: tl.constexpr, SQUARINGS: tl.constexpr, HALVINGS: tl.constexpr, PRECISION: tl.constexpr):
+def unit_inverse(system_NN, N: tl.constexpr, DEPTH: tl.constexpr, HALVINGS: tl.constexpr, PRECISION: tl.constexpr):
     """Of 1 + a strictly lower triangular matrix: by halves (HALVINGS: log2(N)), or if that is 0 by powers.
 
-    x = -system, of whose powers those below 2^(SQUARINGS + 1) alone differ from 0: (1 + x)(1 + x^2)(1 + x^4).  The terms of
-    many powers would grow and cancel each other.
+    x = -system, whose powers above DEPTH, 7 at most, are 0: 1 + x + e + x e with e = x^2 + x^4 + x^6.  The terms of more powers
+    would grow and cancel each other.
     """
     n = tl.arange(0, N)
     if HALVINGS:
         inverse_NN = _inverse(system_NN, N, HALVINGS, PRECISION)
     else:
-        power_NN = -system_NN
-        inverse_NN = tl.where(n[:, None] == n[None, :], 1.0, power_NN)
-        for _ in tl.static_range(SQUARINGS):
-            power_NN = tl.dot(power_NN, power_NN, input_precision=PRECISION)
-            inverse_NN = tl.dot(inverse_NN, power_NN, inverse_NN, input_precision=PRECISION)
+        x_NN = -system_NN
+        inverse_NN = tl.where(n[:, None] == n[None, :], 1.0, x_NN)
+        if DEPTH > 1:
+            even_NN = tl.dot(x_NN, x_NN, input_precision=PRECISION)
+            if DEPTH > 3:
+                fourth_NN = tl.dot(even_NN, even_NN, input_precision=PRECISION)
+                if DEPTH > 5:
+                    even_NN = tl.dot(even_NN, fourth_NN, even_NN, input_precision=PRECISION)
+                even_NN += fourth_NN
+            inverse_NN += even_NN
+            if DEPTH > 2:
+                inverse_NN = tl.dot(x_NN, even_NN, inverse_NN, input_precision=PRECISION)
     return inverse_NN

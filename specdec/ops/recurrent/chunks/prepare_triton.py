@@ -22,7 +22,7 @@ def chunk_prepare_kernel(
     after,  # [B]
     solved,  # [1 or 2, H, T, N]
     reads,  # [H, T, N]
-    factors,  # [H, 4, T]
+    factors,  # [H, T, 4]: of keys that read the state, of queries that do, of keys that are added to it, of itself
     B, T, stride_y, stride_a, stride_b,
     G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, LOG_N: tl.constexpr, BLOCK_K: tl.constexpr, SEARCH: tl.constexpr, PDL: tl.constexpr,
@@ -52,17 +52,17 @@ def chunk_prepare_kernel(
     q_length *= K**-0.5
     tl.store(reads + to_NN, (qk * fade_NN * q_length[:, None]).to(reads.dtype.element_ty), mask=ok_N[:, None])
     last, faded_N = tl.sum(decay_N, 0), tl.exp(summed_N)
-    to_N = factors + h * 4 * T.to(tl.int64) + at_N
-    tl.store(to_N, faded_N * k_length, mask=ok_N)  # of keys that read the state
-    tl.store(to_N + T, faded_N * q_length, mask=ok_N)  # of queries that read it
-    tl.store(to_N + 2 * T, tl.exp(tl.minimum(last - summed_N, 0.0)) * k_length, mask=ok_N)  # of keys that are added to it
-    tl.store(to_N + 3 * T, tl.exp(last) + tl.zeros([BLOCK_N], tl.float32), mask=ok_N)  # of the state itself
+    added_N = tl.exp(tl.minimum(last - summed_N, 0.0)) * k_length
+    state_N = tl.exp(last) + tl.zeros([BLOCK_N], tl.float32)
+    factors_N22 = tl.join(tl.join(faded_N * k_length, added_N), tl.join(faded_N * q_length, state_N))
+    to_N4 = factors + (h.to(tl.int64) * T + at_N)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    tl.store(to_N4, tl.reshape(factors_N22, [BLOCK_N, 4]), mask=ok_N[:, None])
 
 
 @triton.jit
 def _tokens_of_block(block, cu, after, B, N: tl.constexpr, SEARCH: tl.constexpr):
     """(its first token, where it ends): the same where there is no such block.  A block also ends where a state is kept."""
-    before, begin, end = 0, 0, 0
+    before, begin, end = block * 0, block * 0, block * 0
     for first in range(0, B, SEARCH):
         part = first + tl.arange(0, SEARCH)
         begin_P = tl.load(cu + part, mask=part < B, other=0)

@@ -17,7 +17,7 @@ from specdec.ops.recurrent.chunks.prepare_triton import halves
 @triton.jit
 def chunk_scan_kernel(
     y,  # [T, 2 G K + H V]
-    solved, reads, factors,  # [1 or 2, H, T, N], [H, T, N], [H, 4, T]: see prepare_triton.py
+    solved, reads, factors,  # [1 or 2, H, T, N], [H, T, N], [H, T, 4]: see prepare_triton.py
     state,  # [P, H, K, V]
     cu,  # [B + 1]
     read, write, keep, after,  # [B]
@@ -37,7 +37,7 @@ def chunk_scan_kernel(
     tokens = tl.load(cu + part + 1) - begin.to(tl.int32)
     to_state_MK = state + h * K * V + width[None, :] * V + v[:, None]
     state_MK = tl.load(to_state_MK + tl.load(read + part) * stride_state)
-    T = T.to(tl.int64)
+    by_token_N4, T = n[:, None] * 4 + tl.arange(0, 4)[None, :], T.to(tl.int64)
     own = h * T
     is_short: tl.constexpr = y.dtype.element_ty == tl.bfloat16
     for turn in range(2):  # up to where the state is to be kept, and the rest
@@ -50,11 +50,9 @@ def chunk_scan_kernel(
             v_NM = tl.load(from_y + 2 * G * K + h * V + by_value_NM, mask=ok_N[:, None], other=0.0)
             solved_NN = tl.load(solved + (own + at) * BLOCK_N + by_token_NN, mask=ok_N[:, None], other=0.0)
             reads_NN = tl.load(reads + (own + at) * BLOCK_N + by_token_NN, mask=ok_N[:, None], other=0.0)
-            from_N = factors + 4 * own + at + n
-            by_k_N = tl.load(from_N, mask=ok_N, other=0.0)[None, :]
-            by_q_N = tl.load(from_N + T, mask=ok_N, other=0.0)[None, :]
-            added_N = tl.load(from_N + 2 * T, mask=ok_N, other=0.0)[None, :]
-            faded = tl.load(factors + 4 * own + at + 3 * T)
+            factors_N4 = tl.load(factors + (own + at) * 4 + by_token_N4, mask=ok_N[:, None], other=0.0)
+            faded = tl.load(factors + (own + at) * 4 + 3)
+            by_k_N, by_q_N, added_N = _columns(factors_N4, BLOCK_N)
             if is_short:
                 rest_NN = tl.load(solved + (H * T + own + at) * BLOCK_N + by_token_NN, mask=ok_N[:, None], other=0.0)
                 high, low = halves(state_MK)
@@ -80,3 +78,12 @@ def chunk_scan_kernel(
         number = tl.load(tl.where(turn == 0, keep, write) + part)
         if (turn == 1) | (kept_at > 0):
             tl.store(to_state_MK + number * stride_state, state_MK)
+
+
+@triton.jit
+def _columns(factors_N4, N: tl.constexpr):
+    """The first three, each as a row: they are read at once, because small loads would be done by every warp."""
+    keys_N2, queries_N2 = tl.split(tl.reshape(factors_N4, [N, 2, 2]))
+    by_k_N, added_N = tl.split(keys_N2)
+    by_q_N, _ = tl.split(queries_N2)
+    return by_k_N[None, :], by_q_N[None, :], added_N[None, :]

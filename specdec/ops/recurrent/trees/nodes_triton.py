@@ -28,7 +28,7 @@ def tree_nodes_kernel(
     solved,  # [B, H, 2 P P + 2 P]: A, T, f, r
     stride_y, stride_a, stride_b, stride_k, stride_decay,
     N: tl.constexpr, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, DEPTH: tl.constexpr, CHAIN: tl.constexpr,
-    SQUARINGS: tl.constexpr, HALVINGS: tl.constexpr, PRECISION: tl.constexpr, M: tl.constexpr, P: tl.constexpr,
+    HALVINGS: tl.constexpr, PRECISION: tl.constexpr, M: tl.constexpr, P: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     row, h = tl.program_id(1).to(tl.int64), tl.program_id(0)
@@ -60,7 +60,7 @@ def tree_nodes_kernel(
     # Of nodes on different branches the difference may be large: it never meets exp.
     fade_MM = tl.exp(tl.where(mask_MM, summed_M[:, None] - summed_M[None, :], float("-inf")))
     system_MM = tl.where(m[:, None] > m[None, :], kk_MM * fade_MM * beta_M[:, None], 0.0)
-    solved_MM = unit_inverse(system_MM, M, SQUARINGS, HALVINGS, PRECISION) * beta_M[None, :]
+    solved_MM = unit_inverse(system_MM, M, DEPTH, HALVINGS, PRECISION) * beta_M[None, :]
     outer_MM = tl.dot(qk_MM * fade_MM, solved_MM, input_precision=PRECISION)
     faded_M = tl.exp(summed_M)
     own = solved + (row * H + h) * (2 * P * P + 2 * P)

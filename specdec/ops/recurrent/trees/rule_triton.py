@@ -21,25 +21,29 @@ from specdec.ops.recurrent.gated_delta import Gates
 from specdec.ops.recurrent.shared_triton import PRECISION, multiplied
 from specdec.ops.recurrent.states import LayerStates, TreeSteps, lie_whole
 from specdec.ops.recurrent.trees.nodes_triton import tree_nodes_kernel
-from specdec.ops.recurrent.trees.path_triton import states_with_paths
+from specdec.ops.recurrent.trees.path_triton import add_path, add_rest, faded, read_path, read_state
 from specdec.ops.recurrent.trees.step_triton import step_rule_kernel
-
-GROUP = 4  # accepted nodes that are read at once
 
 
 class RuleTiles(NamedTuple):
-    """A program's columns of values, the rows of the state that it multiplies at once, its warps; warps of nodes_triton.py."""
+    """A program's columns of values, the rows of the state that it multiplies at once, its warps; warps of nodes_triton.py.
+
+    group: accepted nodes of the pending path that are read at once.
+    """
 
     block_v: int
     block_k: int = 32
     warps: int = 4
     node_warps: int = 4
+    group: int = 2
 
 
 def tree_tiles(sequences: int, nodes: int, value_heads: int) -> RuleTiles:
     if nodes <= 8:
-        return RuleTiles(16, 32, 1, 1)
-    return RuleTiles(32, 32, 2, 4)
+        return RuleTiles(32, 64, 2, 1, 3)
+    if nodes <= 16:
+        return RuleTiles(32, 32, 2, 2)
+    return RuleTiles(32, 32, 4, 4 if sequences * value_heads < 132 else 2) if nodes <= 32 else RuleTiles(32, 32, 8, 8)
 
 
 @triton.jit
@@ -60,84 +64,57 @@ def tree_rule_kernel(
     g, v = h // (H // G), block * BLOCK_V + tl.arange(0, BLOCK_V)
     number, accepted = tl.load(read + row, cache_modifier=".cg"), tl.load(count + row, cache_modifier=".cg")
     to_state_KV = state + h * K * V + tl.arange(0, BLOCK_K)[:, None] * V + v[None, :]
-    tiles = states_with_paths(
-        to_state_KV + number * stride_state, k_left + number * stride_k + g * K,
-        u_left + number * stride_u + h * V + v, decay_left + number * stride_decay + h, path + row * E, accepted,
-        G, H, K, V, GROUP, BLOCK_K,
-    )  # fmt: skip
+    from_k, from_decay = k_left + number * stride_k + g * K, decay_left + number * stride_decay + h
+    from_u_V, path = u_left + number * stride_u + h * V + v, path + row * E
+    raw = read_state(to_state_KV + number * stride_state, K, V, BLOCK_K)
+    decays, added, keys, last = read_path(from_k, from_u_V, from_decay, path, 0, accepted, G, H, K, V, GROUP, BLOCK_K)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     number = tl.load(write + row)
+    y, own = y + row * N * stride_y, solved + (row * H + h) * (2 * P * P + 2 * P)
+    # Queries and keys are one matrix of 2 P rows (I), and so are outputs and u: products take 16 rows at least.
+    i, k = tl.arange(0, 2 * P), tl.arange(0, BLOCK_K)
+    node, is_key = i % P, i >= P
+    ok_I1, n = (node < N)[:, None], tl.arange(0, P)
+    from_IK = y + g * K + (node * stride_y + tl.where(is_key, G * K, 0))[:, None] + k[None, :]
+    from_v_NV, ok_N1 = y + 2 * G * K + h * V + n[:, None] * stride_y + v[None, :], (n < N)[:, None]
+    v_NV, f_N = tl.load(from_v_NV, mask=ok_N1, other=0.0), tl.load(own + 2 * P * P + n)
+    r_N = tl.load(own + 2 * P * P + P + n)
+    blocks = ()
+    for step in tl.static_range(K // BLOCK_K if P == 8 else 0):  # of more nodes registers do not hold all blocks
+        blocks = blocks + (tl.load(from_IK + step * BLOCK_K, mask=ok_I1, other=0.0),)  # type: ignore[assignment]
+    tiles = add_path(faded(raw, last, K // BLOCK_K), decays, added, keys, last, K // BLOCK_K, GROUP)
+    if E > GROUP:
+        tiles = add_rest(tiles, from_k, from_u_V, from_decay, path, accepted, G, H, K, V, GROUP, BLOCK_K)
     for step in tl.static_range(K // BLOCK_K):
         tl.store(to_state_KV + number * stride_state + step * BLOCK_K * V, tiles[step])
-    y, own, u_left = y + row * N * stride_y, solved + (row * H + h) * (2 * P * P + 2 * P), u_left + number * stride_u + h * V
-    from_q, from_v, out = y + g * K, y + 2 * G * K + h * V + v, out + (row * N * H + h) * V + v
-    if P == 8:
-        _few_nodes(
-            from_q, from_v, own, tiles, out, u_left + v, stride_y, N, G, H, K, V, PRECISION, P, BLOCK_K, BLOCK_V
-        )  # fmt: skip
-    else:
-        _many_nodes(
-            from_q, from_v, own, tiles, out, u_left + v, stride_y, N, G, H, K, V, PRECISION, P, BLOCK_K, BLOCK_V
-        )  # fmt: skip
+    products_IV = tl.zeros([2 * P, BLOCK_V], tl.float32)
+    for step in tl.static_range(K // BLOCK_K):
+        block_IK = blocks[step] if P == 8 else tl.load(from_IK + step * BLOCK_K, mask=ok_I1, other=0.0)
+        products_IV = multiplied(block_IK, tiles[step], products_IV, PRECISION)
+    out_NV, u_NV = _solved(own, products_IV, v_NV.to(tl.float32), f_N, r_N, P, PRECISION)
+    to_NV = (n * H * V + h * V)[:, None] + v[None, :]
+    tl.store(out + row * N * H * V + to_NV, out_NV.to(out.dtype.element_ty), mask=ok_N1)
+    tl.store(u_left + number * stride_u + to_NV, u_NV, mask=ok_N1)
 
 
 @triton.jit
-def _few_nodes(
-    from_q, from_v_V, own, tiles, to_out_V, to_u_V, stride_y,
-    N: tl.constexpr, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PRECISION: tl.constexpr,
-    P: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    """Of up to 8 nodes: queries and keys are one matrix of 16 rows (I), as outputs and u are.  Products take 16 at least."""
-    i, k = tl.arange(0, 2 * P), tl.arange(0, BLOCK_K)
-    node, is_key, ok_I = i % P, i >= P, i % P < N
-    from_x_IK = from_q + (tl.where(is_key, G * K, 0) + node * stride_y)[:, None] + k[None, :]
-    x_state_IV = tl.zeros([2 * P, BLOCK_V], tl.float32)
-    for step in tl.static_range(K // BLOCK_K):
-        x_IK = tl.load(from_x_IK + step * BLOCK_K, mask=ok_I[:, None], other=0.0)
-        x_state_IV = multiplied(x_IK, tiles[step], x_state_IV, PRECISION)
-    v_IV = tl.load(from_v_V[None, :] + node[:, None] * stride_y, mask=ok_I[:, None], other=0.0).to(tl.float32)
-    factor_I, sound_IV = tl.load(own + 2 * P * P + i), tl.abs(v_IV) < float("inf")
-    right_IV = tl.where(sound_IV, v_IV, 0.0) - factor_I[:, None] * x_state_IV
-    x_IV = tl.where(is_key[:, None], right_IV, x_state_IV)
-    x_IV = tl.where(tl.abs(x_IV) < float("inf"), x_IV, 0.0)
-    solved_II = tl.load(own + i[:, None] * P + (i - P)[None, :], mask=is_key[None, :] & (i >= 0)[:, None], other=0.0)
-    solved_II = tl.where((i[:, None] == i[None, :]) & (i < P)[:, None], factor_I[:, None], solved_II)
-    result_IV = tl.dot(solved_II, x_IV, input_precision=PRECISION)
-    out_IV = tl.where(sound_IV, result_IV, float("nan")).to(to_out_V.dtype.element_ty)
-    to_out_IV, to_u_IV = to_out_V[None, :] + (node * H * V)[:, None], to_u_V[None, :] + (node * H * V)[:, None]
-    tl.store(to_out_IV, out_IV, mask=(ok_I & (i < P))[:, None])
-    tl.store(to_u_IV, result_IV, mask=(ok_I & is_key)[:, None])
-
-
-@triton.jit
-def _many_nodes(
-    from_q, from_v_V, own, tiles, to_out_V, to_u_V, stride_y,
-    N: tl.constexpr, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PRECISION: tl.constexpr,
-    P: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    n, k = tl.arange(0, P), tl.arange(0, BLOCK_K)
-    ok_N1 = (n < N)[:, None]
-    from_q_NK = from_q + n[:, None] * stride_y + k[None, :]
-    q_state, k_state = tl.zeros([P, BLOCK_V], tl.float32), tl.zeros([P, BLOCK_V], tl.float32)
-    for step in tl.static_range(K // BLOCK_K):
-        k_NK = tl.load(from_q_NK + step * BLOCK_K + G * K, mask=ok_N1, other=0.0)
-        q_NK = tl.load(from_q_NK + step * BLOCK_K, mask=ok_N1, other=0.0)
-        k_state = multiplied(k_NK, tiles[step], k_state, PRECISION)
-        q_state = multiplied(q_NK, tiles[step], q_state, PRECISION)
-    v_NV = tl.load(from_v_V[None, :] + n[:, None] * stride_y, mask=ok_N1, other=0.0).to(tl.float32)
-    sound_NV = tl.abs(v_NV) < float("inf")
-    right_NV = tl.where(sound_NV, v_NV, 0.0) - tl.load(own + 2 * P * P + P + n)[:, None] * k_state
+def _solved(own, products_IV, v_NV, f_N, r_N, P: tl.constexpr, PRECISION: tl.constexpr):
+    """(outputs, u): see nodes_triton.py.  What is not finite is NaN in its own output, and reaches nobody else."""
+    V: tl.constexpr = products_IV.shape[1]
+    i, n, sound_NV = tl.arange(0, 2 * P), tl.arange(0, P), tl.abs(v_NV) < float("inf")
+    q_state_NV, k_state_NV = tl.split(tl.permute(tl.reshape(products_IV, [2, P, V]), (1, 2, 0)))
+    right_NV = tl.where(sound_NV, v_NV, 0.0) - r_N[:, None] * k_state_NV
     right_NV = tl.where(tl.abs(right_NV) < float("inf"), right_NV, 0.0)
-    from_NN = own + n[:, None] * P + n[None, :]
-    u_NV = tl.dot(tl.load(from_NN + P * P), right_NV, input_precision=PRECISION)
-    to_NV = (n * H * V)[:, None]
-    tl.store(to_u_V[None, :] + to_NV, u_NV, mask=ok_N1)
-    faded_NV = tl.load(own + 2 * P * P + n)[:, None] * q_state
-    out_NV = tl.dot(tl.load(from_NN), right_NV, faded_NV, input_precision=PRECISION)
-    out_NV = tl.where(sound_NV, out_NV, float("nan"))
-    tl.store(to_out_V[None, :] + to_NV, out_NV.to(to_out_V.dtype.element_ty), mask=ok_N1)
+    if P == 8:  # a product adds up 16 terms at least: zeros stand in front
+        solved_II = tl.load(own + i[:, None] * P + (i - P)[None, :], mask=(i >= P)[None, :] & (i >= 0)[:, None], other=0.0)
+        padded_IV = tl.reshape(tl.permute(tl.join(tl.zeros_like(right_NV), right_NV), (2, 0, 1)), [2 * P, V])
+        result_IV = tl.dot(solved_II, padded_IV, input_precision=PRECISION)
+    else:
+        result_IV = tl.dot(tl.load(own + i[:, None] * P + n[None, :]), right_NV, input_precision=PRECISION)  # A above T
+    out_NV, u_NV = tl.split(tl.permute(tl.reshape(result_IV, [2, P, V]), (1, 2, 0)))
+    return tl.where(sound_NV, out_NV + f_N[:, None] * q_state_NV, float("nan")), u_NV
 
 
 def launch_tree_rule(
@@ -154,7 +131,7 @@ def launch_tree_rule(
     out_THV, tiles = y_TC.new_empty(B * N, H, V), tiles or tree_tiles(B, N, H)
     if not B:
         return out_THV
-    block_v, group, here = min(V, tiles.block_v), min(E, GROUP), chained(y_TC.device)
+    block_v, group, here = min(V, tiles.block_v), min(E, tiles.group), chained(y_TC.device)
     memory = layer.state_PHKV, layer.k_LNGK, layer.u_LNHV, layer.decay_LNH
     numbers = steps.read_B, steps.write_B, steps.count_B, steps.path_BE
     inputs, strides = (y_TC, *gates), (y_TC.stride(0), gates.a_TH.stride(0), gates.b_TH.stride(0))
@@ -170,7 +147,7 @@ def launch_tree_rule(
     solved = torch.empty(B, H, 2 * P * P + 2 * P, dtype=torch.float32, device=y_TC.device)
     tree_nodes_kernel[(H, B)](
         *inputs, layer.k_LNGK, layer.decay_LNH, steps.write_B, steps.parents_BN, solved, *strides, of_memory[1], of_memory[3],
-        DEPTH=depth, CHAIN=steps.is_chain, SQUARINGS=(depth > 1) + (depth > 3), HALVINGS=M.bit_length() - 1 if depth > 7 else 0,
+        DEPTH=depth, CHAIN=steps.is_chain, HALVINGS=M.bit_length() - 1 if depth > 7 else 0,
         M=M, num_warps=tiles.node_warps, **sizes, **here,
     )  # fmt: skip
     tree_rule_kernel[(H * (V // block_v), B)](

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from specdec.ops.recurrent.shared_triton import EPS, log_decays, strengths
-from specdec.ops.recurrent.trees.path_triton import states_with_paths
+from specdec.ops.recurrent.trees.path_triton import add_path, add_rest, faded, read_path, read_state
 
 
 @triton.jit
@@ -32,26 +32,28 @@ def step_rule_kernel(
     g, k, v = h // (H // G), tl.arange(0, K), block * BLOCK_V + tl.arange(0, BLOCK_V)
     number, accepted = tl.load(read + row, cache_modifier=".cg"), tl.load(count + row, cache_modifier=".cg")
     to_state_KV = state + h * K * V + k[:, None] * V + v[None, :]
-    tiles = states_with_paths(
-        to_state_KV + number * stride_state, k_left + number * stride_k + g * K,
-        u_left + number * stride_u + h * V + v, decay_left + number * stride_decay + h, path + row * E, accepted,
-        G, H, K, V, GROUP, K,
-    )  # fmt: skip
+    from_k, from_decay = k_left + number * stride_k + g * K, decay_left + number * stride_decay + h
+    from_u_V, path = u_left + number * stride_u + h * V + v, path + row * E
+    raw = read_state(to_state_KV + number * stride_state, K, V, K)
+    decays, added, keys, last = read_path(from_k, from_u_V, from_decay, path, 0, accepted, G, H, K, V, GROUP, K)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     number = tl.load(write + row)
-    tl.store(to_state_KV + number * stride_state, tiles[0])
     q_K = tl.load(y + row * stride_y + g * K + k).to(tl.float32)
     k_K = tl.load(y + row * stride_y + (G + g) * K + k).to(tl.float32)
     v_V = tl.load(y + row * stride_y + 2 * G * K + h * V + v).to(tl.float32)
     decay = log_decays(tl.load(a + row * stride_a + h), A_log + h, dt_bias + h)
     beta = strengths(tl.load(b + row * stride_b + h))
+    tiles = add_path(faded(raw, last, 1), decays, added, keys, last, 1, GROUP)
+    if E > GROUP:
+        tiles = add_rest(tiles, from_k, from_u_V, from_decay, path, accepted, G, H, K, V, GROUP, K)
+    tl.store(to_state_KV + number * stride_state, tiles[0])
     q_length, k_length = tl.rsqrt(tl.sum(q_K * q_K, 0) + EPS) * K**-0.5, tl.rsqrt(tl.sum(k_K * k_K, 0) + EPS)
     q_state_V, k_state_V = tl.sum(q_K[:, None] * tiles[0], 0) * q_length, tl.sum(k_K[:, None] * tiles[0], 0) * k_length
-    faded = tl.exp(decay)
-    u_V = beta * (v_V - faded * k_state_V)
-    out_V = faded * q_state_V + tl.sum(q_K * k_K, 0) * q_length * k_length * u_V
+    less = tl.exp(decay)
+    u_V = beta * (v_V - less * k_state_V)
+    out_V = less * q_state_V + tl.sum(q_K * k_K, 0) * q_length * k_length * u_V
     tl.store(out + (row * H + h) * V + v, out_V.to(out.dtype.element_ty))
     tl.store(u_left + number * stride_u + h * V + v, u_V)
     if block == 0:
