@@ -143,7 +143,7 @@ def chunk_convolution_kernel(
         for t in tl.static_range(TOKENS):  # all loads before the first store, in front of which none is moved
             inputs = inputs + (tl.load(from_x + (first + t) * stride_x, mask=ok_C & (first + t < tokens), other=0.0),)  # type: ignore[assignment]
         for t in tl.static_range(TOKENS):
-            y_C = inputs[t].to(tl.float32) * weights[0]
+            y_C = inputs[t].to(tl.float32) * weights[0]  # type: ignore[misc]
             for w in tl.static_range(1, W + 1):
                 y_C += inputs[t + w].to(tl.float32) * weights[w]
             to_out = out + (begin + first + t) * C + c
