@@ -47,25 +47,37 @@ from specdec.ops.products.tiles.experts import ExpertTiles, MixtureTiles, Router
 LAYERS = OF_SIZES | {"Qwen3.5-35B-A3B": Layer(256, 8, 2048, 512, SwiGLU())}
 NAMES = {"dense": "Qwen3-30B-A3B", "dense 256": "Qwen3.5-35B-A3B", **{name: of for name, (of, _, _) in FORMATS.items()}}
 ROWS = {True: (1, 6, 8, 32, 48), False: (1, 8)}  # of tokens, of dense experts and of others
-# By dense or not, and the most tokens, of gate and up: block_n, warps, stages, unroll.  Of down: splits, too.
+# By dense or not, and the most tokens, of gate and up: block_n, warps, stages, unroll, and perhaps 1 and
+# slices.  Of down: splits instead of 1.
 GATE_UP = {
-    (True, 1): ((32, 2, 4, 1), (32, 2, 6, 1), (32, 1, 5, 1), (16, 1, 6, 1), (64, 4, 4, 1)),
+    (True, 1): ((32, 2, 4, 1), (32, 2, 6, 1), (32, 1, 5, 1), (16, 4, 3, 1, 1, 4), (32, 4, 3, 1, 1, 4)),
     (True, 8): ((32, 1, 4, 1), (32, 1, 5, 1), (32, 1, 7, 1), (16, 1, 5, 1), (16, 1, 8, 1), (32, 2, 5, 1), (64, 2, 4, 1)),
     (True, 32): ((64, 4, 3, 1), (64, 4, 4, 1), (64, 4, 5, 1), (128, 4, 3, 1), (32, 2, 4, 1)),
     (True, 64): ((64, 4, 2, 1), (64, 4, 3, 1), (64, 4, 4, 1), (128, 4, 3, 1), (128, 8, 3, 1)),
-    (False, 1): ((32, 2, 4, 2), (32, 1, 4, 2), (16, 1, 6, 2), (64, 4, 4, 2), (64, 2, 4, 2)),
-    (False, 8): ((32, 2, 4, 2), (32, 1, 4, 2), (16, 1, 6, 2), (64, 4, 4, 2), (64, 2, 4, 2)),
-}
+    (False, 1): (
+        (32, 2, 4, 2), (64, 4, 4, 2), (32, 4, 3, 1, 1, 4), (32, 4, 4, 1, 1, 4), (64, 4, 3, 1, 1, 4), (16, 4, 4, 1, 1, 4),
+        (32, 8, 3, 1, 1, 8), (32, 2, 4, 1, 1, 2), (64, 2, 3, 1, 1, 2),
+    ),
+    (False, 8): (
+        (32, 2, 4, 2), (64, 4, 4, 2), (32, 4, 3, 1, 1, 4), (64, 4, 3, 1, 1, 4), (32, 2, 4, 1, 1, 2), (64, 2, 3, 1, 1, 2),
+    ),
+}  # fmt: skip
 DOWN = {
-    (True, 1): ((16, 1, 4, 1, 8), (16, 1, 6, 1, 8), (32, 2, 4, 1, 8), (32, 1, 6, 1, 8), (32, 1, 6, 1, 4), (16, 1, 9, 1, 4)),
+    (True, 1): ((16, 1, 4, 1, 8), (16, 1, 6, 1, 8), (32, 2, 4, 1, 8), (16, 4, 3, 1, 8, 4), (32, 2, 3, 1, 8, 2)),
     (True, 8): (
         (16, 1, 4, 1, 8), (16, 1, 6, 1, 8), (16, 1, 5, 1, 16), (32, 1, 4, 1, 8), (32, 1, 4, 1, 16), (32, 1, 6, 1, 16),
         (64, 2, 4, 1, 16),
     ),
     (True, 32): ((64, 4, 5, 1, 4), (64, 4, 5, 1, 8), (64, 4, 3, 1, 8), (32, 2, 4, 1, 8), (128, 4, 3, 1, 8)),
     (True, 64): ((64, 4, 3, 1, 4), (64, 4, 3, 1, 8), (64, 4, 4, 1, 4), (64, 4, 2, 1, 8), (128, 4, 3, 1, 8), (128, 8, 3, 1, 8)),
-    (False, 1): ((16, 1, 4, 2, 4), (32, 1, 4, 2, 8), (32, 1, 4, 2, 4), (32, 2, 6, 3, 4)),
-    (False, 8): ((16, 1, 4, 2, 8), (32, 1, 4, 2, 8), (32, 2, 6, 3, 4), (64, 2, 4, 2, 8)),
+    (False, 1): (
+        (16, 1, 4, 2, 4), (32, 1, 4, 2, 8), (32, 4, 3, 1, 4, 4), (32, 4, 3, 1, 8, 4), (16, 4, 3, 1, 8, 4), (64, 4, 3, 1, 8, 4),
+        (32, 2, 3, 1, 8, 2), (16, 2, 4, 1, 8, 2), (32, 8, 3, 1, 4, 8),
+    ),
+    (False, 8): (
+        (16, 1, 4, 2, 8), (32, 2, 6, 3, 4), (64, 2, 4, 2, 8), (32, 4, 3, 1, 8, 4), (32, 4, 3, 1, 16, 4), (64, 4, 3, 1, 8, 4),
+        (32, 2, 3, 1, 8, 2),
+    ),
 }  # fmt: skip
 ROUTERS = tuple(
     RouterTiles(*each)
@@ -75,6 +87,7 @@ STACKED = (
     None, StackedTiles(16, 64, 128, 4, 4), StackedTiles(16, 64, 128, 4, 6), StackedTiles(16, 128, 128, 4, 3),
     StackedTiles(32, 64, 128, 4, 4), StackedTiles(32, 128, 128, 8, 3), StackedTiles(64, 128, 64, 4, 4),
 )  # fmt: skip  # None: torch's
+MANY_ROUTED = tuple(RouterTiles(*each) for each in ((8, 16, 256, 8), (16, 32, 256, 8), (32, 32, 256, 8), (32, 64, 256, 8)))
 
 
 class Trial(NamedTuple):
@@ -221,7 +234,7 @@ def best_tiles(world: World, T: int, kept: list[dict[str, Any]]) -> tuple[Mixtur
 
 
 def compare_sorted(names: list[str], rows: list[int]) -> list[dict[str, Any]]:
-    """Of dense experts and more tokens: torch's grouped product beside ours, by tiles."""
+    """Of dense experts and more tokens: torch's grouped product beside ours, by tiles, and its router beside ours."""
     found = []
     for name in filter(is_dense, names):
         world = World(name)
@@ -238,6 +251,11 @@ def compare_sorted(names: list[str], rows: list[int]) -> list[dict[str, Any]]:
                 us = time_calls(lambda call: way(xs[call], shares, chosen[call], *weights))  # noqa: B023
                 found.append({"format": name, "T": T, "tiles": tiles, "us": round(us, 2)})
                 print(f" {'torch' if tiles is None else 'x'.join(map(str, tiles))} {us:.0f}", end="", flush=True)
+            print(f"\n{name} {T} tokens, router:", end="")
+            for router in (None, *MANY_ROUTED):
+                us = time_calls(lambda call: world.route(xs[call], call, router))  # noqa: B023
+                found.append({"format": name, "T": T, "router": router, "us": round(us, 2)})
+                print(f" {'torch' if router is None else 'x'.join(map(str, router))} {us:.1f}", end="", flush=True)
             print()
     return found
 
@@ -269,7 +287,8 @@ def measure(world: World, T: int, kept: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def shown(tiles: ExpertTiles) -> str:
-    return f"{tiles.block_n}x{tiles.warps}w {tiles.stages}s u{tiles.unroll}" + f" /{tiles.splits}" * (tiles.splits > 1)
+    more = f" /{tiles.splits}" * (tiles.splits > 1) + f" {tiles.slices} slices" * (tiles.slices > 1)
+    return f"{tiles.block_n}x{tiles.warps}w {tiles.stages}s u{tiles.unroll}{more}"
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:

@@ -46,6 +46,7 @@ class ExpertTiles(NamedTuple):
     block_m: pairs (padded), or in few_tokens_triton.py all tokens.  block_n: rows of a matrix.  warps, stages: Triton's.
     unroll: steps of 128 columns between two looks at the pipeline.  splits: programs that share the experts of a tile of rows
         of the second product in few_tokens_triton.py.
+    slices: of a row's columns, which a program's warps share instead of the rows; more than one are as many as warps.
     """
 
     block_m: int
@@ -54,6 +55,7 @@ class ExpertTiles(NamedTuple):
     stages: int
     unroll: int = 1
     splits: int = 1
+    slices: int = 1
 
 
 class MixtureTiles(NamedTuple):

@@ -12,9 +12,10 @@ W = T (faded k), U = T v and states of blocks would be 512, 512 and 512 bytes; T
 more.  8,192 tokens of 48 heads leave 157 MB.
 
 Precision, of bfloat16: k, q and v are exact, and a float32 number beside one of them goes in as two bfloat16 halves, whose
-sum has 16 bits; T has two halves as well, and its product with two halves leaves the product of the lower ones out.  So u and
-states have about 1e-6 of error a block, and it fades with the states.  Outputs are rounded to bfloat16, and what only
-goes into them (q S, A u) has factors rounded to it.  Of float16 and float32 everything is float32: PRECISION.
+sum has 17 bits; T has two halves as well, and its product with two halves leaves the product of the lower ones out.  So states
+have about 3e-6 of error, as a share of their norm, and it does not grow from block to block.  Outputs are rounded to bfloat16
+(1.7e-3); A and u, where they go into outputs alone, are rounded to it too (1.6e-3 each).  Of float16 and float32 everything
+is float32: PRECISION.
 
 Shapes: as of specdec/ops/recurrent/gated_delta.py; N tokens of a block.
 """

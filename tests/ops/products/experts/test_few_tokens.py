@@ -20,18 +20,23 @@ from specdec.ops.products.tiles.experts import ExpertsKind, ExpertTiles, Mixture
 
 NEAR = 6e-3 if HAS_GPU else 1e-3
 CASES = [
-    ("fp8 rows", 1, 2), ("fp8 blocks", 5, 1), ("int8 zero points", 5, 2), ("int4", 1, 1), ("int4 zero points", 5, 2),
-    ("mxfp4", 5, 2), ("mxfp4", 1, 2), ("dense", 5, 1), ("dense", 5, 2), ("dense", 1, 4), ("dense", 64, 2),
+    ("fp8 rows", 1, 2, 1), ("fp8 blocks", 5, 1, 1), ("int8 zero points", 5, 2, 1), ("int4", 1, 1, 1),
+    ("int4 zero points", 5, 2, 1), ("mxfp4", 5, 2, 1), ("mxfp4", 1, 2, 1), ("dense", 5, 1, 1), ("dense", 5, 2, 1),
+    ("dense", 1, 4, 1), ("dense", 64, 2, 1), ("dense", 1, 2, 2),
+    ("fp8 rows", 5, 2, 2), ("int4 zero points", 1, 1, 2), ("mxfp4", 5, 2, 4),
 ]  # fmt: skip
 
 
-def tiles_of(T: int, kind: ExpertsKind, splits: int) -> MixtureTiles:
+def tiles_of(T: int, kind: ExpertsKind, splits: int, slices: int = 1) -> MixtureTiles:
     """On a GPU the policy's; large ones for the interpreter, which takes long for many programs."""
     if HAS_GPU:
         own = few_tokens_tiles(T, kind)
-        return own._replace(down=own.down._replace(splits=splits))
+        warps = {"warps": slices, "slices": slices} if slices > 1 else {}
+        return own._replace(gate_up=own.gate_up._replace(**warps), down=own.down._replace(splits=splits, **warps))
     block_m = max(8, T)
-    return MixtureTiles("few_tokens_triton", ExpertTiles(block_m, 64, 4, 2, 2), ExpertTiles(block_m, 128, 4, 2, 2, splits))
+    return MixtureTiles(
+        "few_tokens_triton", ExpertTiles(block_m, 64, 4, 2, 2, 1, slices), ExpertTiles(block_m, 128, 4, 2, 1, splits, slices)
+    )
 
 
 def experts_named(name: str, E: int, H: int, F: int) -> Experts:
@@ -45,18 +50,28 @@ def kind_of(experts: Experts) -> ExpertsKind:
     return "dense" if isinstance(experts, DenseExperts) else experts.gate_up.kind
 
 
-@pytest.mark.parametrize(("name", "T", "splits"), CASES)
-def test_a_mixture_equals_its_definition(name: str, T: int, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "T", "splits", "slices"), CASES)
+def test_a_mixture_equals_its_definition(
+    name: str, T: int, splits: int, slices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
     """Keeps out: rows of another expert or token, gates taken for ups, columns beyond the last one; where one expert ends and
     the next one begins, a scale, a zero or a bias of the other one; activations that nobody wrote, of tokens that did not
-    choose an expert; writes beyond the end.
+    choose an expert; writes beyond the end; columns that two slices have, or none.
     """
-    H, F = (160, 128) if name == "fp8 blocks" else (128, 128) if name == "int4" else (160, 40)
+    H, F = (
+        (160, 300)
+        if slices > 1 and name == "mxfp4"
+        else (160, 128)
+        if name == "fp8 blocks"
+        else (128, 128)
+        if name == "int4"
+        else (160, 40)
+    )
     experts = experts_named(name, 3, H, F)
     x, (topk_weights_TK, topk_ids_TK) = rand(T, H, seed=2) / 8, choice(T, 3, 2)
     fences = [] if HAS_GPU else fence_new_memory(few_tokens_triton, monkeypatch)
     with torch.inference_mode():
-        got = few_tokens_experts(x, topk_weights_TK, topk_ids_TK, experts, tiles_of(T, kind_of(experts), splits))
+        got = few_tokens_experts(x, topk_weights_TK, topk_ids_TK, experts, tiles_of(T, kind_of(experts), splits, slices))
     assert isinstance(got, Tensor) and got.dtype == DTYPE
     assert error(got, exact_mixture(x, topk_weights_TK, topk_ids_TK, experts)) < NEAR
     assert all(bool((fence == MARK).all()) for fence in fences)

@@ -41,7 +41,7 @@ def convert_4(words_NJ, KIND: tl.constexpr, ASM: tl.constexpr, DTYPE: tl.constex
             fourth_NJ = (word_NJ << 1 & 0x8000) | (word_NJ >> 5 & 0x100) | (word_NJ >> 4 & 0xC0)
             c_NJ, d_NJ = _value(word_NJ << 6, DTYPE), _value(fourth_NJ, DTYPE)
     else:
-        none_N = tl.zeros([words_NJ.shape[0]], tl.float32)
+        none_N = _zeros_of_rows(words_NJ)
         a_NJ, b_NJ, c_NJ, d_NJ = values_of_4_bits(words_NJ, none_N, none_N, KIND, False, ASM, DTYPE)
     return a_NJ, b_NJ, c_NJ, d_NJ
 
@@ -56,8 +56,18 @@ def convert_8(words_NJ, KIND: tl.constexpr, ASM: tl.constexpr, DTYPE: tl.constex
     elif KIND == "e4m3":
         a_NJ, b_NJ = value_of_8_bits(words_NJ, KIND, DTYPE), value_of_8_bits(words_NJ >> 8, KIND, DTYPE)
     else:
-        a_NJ, b_NJ = values_of_8_bits(words_NJ, tl.zeros([words_NJ.shape[0]], tl.float32), KIND, False, ASM, DTYPE)
+        a_NJ, b_NJ = values_of_8_bits(words_NJ, _zeros_of_rows(words_NJ), KIND, False, ASM, DTYPE)
     return a_NJ, b_NJ
+
+
+@triton.jit
+def _zeros_of_rows(words_NJ):
+    """[N], or [S, N] of words [S, N, J]."""
+    if len(words_NJ.shape) == 2:
+        zeros_N = tl.zeros([words_NJ.shape[0]], tl.float32)
+    else:
+        zeros_N = tl.zeros([words_NJ.shape[0], words_NJ.shape[1]], tl.float32)
+    return zeros_N
 
 
 @triton.jit

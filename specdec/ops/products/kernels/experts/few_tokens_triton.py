@@ -34,7 +34,7 @@ from specdec.ops.products.formats.experts import scales_form
 from specdec.ops.products.kernels.dense.stream_triton import complete, prefetch, result_of, rows_of_tile
 from specdec.ops.products.kernels.experts.convert_triton import LARGE
 from specdec.ops.products.kernels.experts.stacked_triton import swiglu
-from specdec.ops.products.kernels.experts.step_triton import add_step, product, scale_at, unenlarged
+from specdec.ops.products.kernels.experts.step_triton import add_step, no_sums, product, scale_at, unenlarged
 
 if TYPE_CHECKING:
     from specdec.ops.products.experts import Form, SharedOutput, Stack
@@ -60,7 +60,8 @@ def few_gate_up_kernel(
     PADDED_EXPERTS: tl.constexpr, PADDED_A: tl.constexpr, ONE_TOKEN: tl.constexpr,
     KIND: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr, HAS_ZERO_POINTS: tl.constexpr, HAS_BIAS: tl.constexpr,
     ALPHA: tl.constexpr, LIMIT: tl.constexpr, ASM: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNROLL: tl.constexpr, SLICES: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -90,7 +91,7 @@ def few_gate_up_kernel(
         row_N = expert.to(tl.int64) * (2 * N) + tl.where(out_N < N, row_N, 0)  # a row that is not there reads row 0
         acc_NM = product(
             x + m * stride_x, ok_M, qweight + row_N * J, scales + row_N * G, zero_points + row_N * G, K,
-            KIND, GROUP_SIZE, SCALES, HAS_ZERO_POINTS, ASM, True, BLOCK_M, BLOCK_N, UNROLL, STAGES,
+            KIND, GROUP_SIZE, SCALES, HAS_ZERO_POINTS, ASM, True, BLOCK_M, BLOCK_N, UNROLL, SLICES, STAGES,
         )  # fmt: skip
         if HAS_BIAS:
             acc_NM += tl.load(bias + row_N).to(tl.float32)[:, None]
@@ -132,8 +133,8 @@ def few_down_kernel(
     D: tl.constexpr, PADDED_D: tl.constexpr, ONE_TOKEN: tl.constexpr,
     KIND: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr, HAS_ZERO_POINTS: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_SHARED: tl.constexpr, HAS_GATE: tl.constexpr, ASM: tl.constexpr, PARTIALS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr,
-    PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, UNROLL: tl.constexpr, SLICES: tl.constexpr,
+    STAGES: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     out_N, row_N = rows_of_tile(tl.program_id(0), N, BLOCK_N, False)
     row_N = tl.where(out_N < N, row_N, 0)
@@ -164,7 +165,7 @@ def few_down_kernel(
     low, high = split * count // SPLITS, (split + 1) * count // SPLITS
     acc_NM = _down(
         x, qweight, scales, zero_points, expert_D, mask_D, i_D, low, high, row_N, T, N, K, J, G, KIND, GROUP_SIZE, SCALES,
-        HAS_ZERO_POINTS, ASM, BLOCK_M, BLOCK_N, UNROLL, STAGES,
+        HAS_ZERO_POINTS, ASM, BLOCK_M, BLOCK_N, UNROLL, SLICES, STAGES,
     )  # fmt: skip
     if (HAS_BIAS or HAS_SHARED) and split == 0:
         if HAS_BIAS:
@@ -196,33 +197,41 @@ def _down(
     x, qweight, scales, zero_points, expert_D, mask_D, i_D, low, high, row_N, T,
     N: tl.constexpr, K: tl.constexpr, J: tl.constexpr, G: tl.constexpr,
     KIND: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr, HAS_ZERO_POINTS: tl.constexpr, ASM: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNROLL: tl.constexpr, SLICES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """[N, M] float32: the sum over the experts from entry `low` to before `high` of the list."""
     STEPS: tl.constexpr = (K + 127) // 128
-    RUNS: tl.constexpr = (STEPS + UNROLL - 1) // UNROLL  # of UNROLL steps each
+    RUNS: tl.constexpr = (STEPS + SLICES * UNROLL - 1) // (SLICES * UNROLL)  # of UNROLL steps of each slice
     SCALED: tl.constexpr = "step" if SCALES == "row" else SCALES  # experts' rows have different scales
     m = tl.arange(0, BLOCK_M)
-    acc_NM = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    next_N = scale_at(scales + (_entry(expert_D, i_D, low).to(tl.int64) * N + row_N) * G, 0, K, GROUP_SIZE, SCALES)
+    if SLICES == 1:
+        base = 0
+    else:
+        base = tl.arange(0, SLICES)[:, None] * (RUNS * UNROLL * 128)
+        m, row_N = m[None, :], row_N[None, :]
+    acc_NM = no_sums(BLOCK_N, BLOCK_M, SLICES)
+    next_N = scale_at(scales + (_entry(expert_D, i_D, low).to(tl.int64) * N + row_N) * G, base, K, GROUP_SIZE, SCALES)
     for run in tl.range(low * RUNS, high * RUNS, num_stages=STAGES):
-        i, first = run // RUNS, run % RUNS * UNROLL
+        i, first = run // RUNS, base + run % RUNS * (UNROLL * 128)
         mask = _entry(mask_D, i_D, i)
         ok_M = (mask >> m.to(mask_D.dtype) & 1) > 0
         at_N = _entry(expert_D, i_D, i).to(tl.int64) * N + row_N
         x_M = x + (i * T + m).to(tl.int64) * K
         for n in tl.static_range(UNROLL):
-            step, now_N = first + n, next_N
+            at, now_N = first + n * 128, next_N
             if n < UNROLL - 1:
-                next_N = scale_at(scales + at_N * G, tl.minimum(step + 1, STEPS - 1) * 128, K, GROUP_SIZE, SCALES)
+                next_N = scale_at(scales + at_N * G, tl.minimum(at + 128, STEPS * 128 - 128), K, GROUP_SIZE, SCALES)
             elif SCALES != "none":
                 after = tl.minimum(run + 1, high * RUNS - 1)
                 after_N = _entry(expert_D, i_D, after // RUNS).to(tl.int64) * N + row_N
-                next_N = scale_at(scales + after_N * G, after % RUNS * UNROLL * 128, K, GROUP_SIZE, SCALES)
+                column = tl.minimum(base + after % RUNS * (UNROLL * 128), STEPS * 128 - 128)
+                next_N = scale_at(scales + after_N * G, column, K, GROUP_SIZE, SCALES)
             acc_NM = add_step(
-                acc_NM, x_M, ok_M, qweight + at_N * J, scales + at_N * G, zero_points + at_N * G, now_N, step, K,
-                KIND, GROUP_SIZE, SCALED, HAS_ZERO_POINTS, ASM, False, STEPS % UNROLL == 0,
+                acc_NM, x_M, ok_M, qweight + at_N * J, scales + at_N * G, zero_points + at_N * G, now_N, at, K,
+                KIND, GROUP_SIZE, SCALED, HAS_ZERO_POINTS, ASM, False, STEPS % (SLICES * UNROLL) == 0, SLICES,
             )  # fmt: skip
+    if SLICES > 1:
+        acc_NM = tl.sum(acc_NM, 0)
     return unenlarged(acc_NM, KIND, ASM)
 
 
@@ -244,7 +253,7 @@ def launch_few_gate_up(
         x_TH, *arguments, topk_weights_TK, topk_ids_TK, y_DTF, chosen_2D, T, x_TH.stride(0), **values | {"N": N},
         A=A, PADDED_EXPERTS=triton.next_power_of_2(E), PADDED_A=triton.next_power_of_2(A), ONE_TOKEN=T == 1,
         ALPHA=form.gate.alpha, LIMIT=form.gate.limit, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, UNROLL=tiles.unroll,
-        STAGES=tiles.stages, num_warps=tiles.warps, num_stages=tiles.stages, **chained(device),
+        SLICES=tiles.slices, STAGES=tiles.stages, num_warps=tiles.warps, num_stages=tiles.stages, **chained(device),
     )  # fmt: skip
     return y_DTF, chosen_2D
 
@@ -269,8 +278,8 @@ def launch_few_down(
         none if gate is None else gate, y, partials, arrivals, T, **values, A=A, D=x_DTK.shape[0],
         PADDED_D=triton.next_power_of_2(x_DTK.shape[0]), ONE_TOKEN=T == 1, HAS_SHARED=shared is not None,
         HAS_GATE=gate is not None, PARTIALS=store_partials, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
-        SPLITS=tiles.splits, UNROLL=tiles.unroll, STAGES=tiles.stages, PREFETCH=PREFETCH, num_warps=tiles.warps,
-        num_stages=tiles.stages, **chained(x_DTK.device),
+        SPLITS=tiles.splits, UNROLL=tiles.unroll, SLICES=tiles.slices, STAGES=tiles.stages, PREFETCH=PREFETCH,
+        num_warps=tiles.warps, num_stages=tiles.stages, **chained(x_DTK.device),
     )  # fmt: skip
     return y
 

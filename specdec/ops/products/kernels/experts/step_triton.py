@@ -4,7 +4,11 @@ A step's quantised values are converted in registers to x's dtype, in which each
 scales multiply float32 sums over their columns.  So nothing is rounded before the end.  Values of 16 bits (KIND "dense") are
 multiplied as they are.  This module knows no expert.
 
-Shapes: M rows of x, K in, N out, J words of a row, G scales of a row, S steps.
+A program's warps may share the columns instead of the rows (SLICES of them): of few rows there are more warps then, which wait
+for memory beside each other.  What a slice computes is a product of its own in one product of S matrices, and the sums of the
+slices are added up at their end.  All tensors of a step then have a first dimension more, of S slices.
+
+Shapes: M rows of x, K in, N out, J words of a row, G scales of a row, S slices.
 """
 
 from __future__ import annotations
@@ -19,7 +23,8 @@ from specdec.ops.products.kernels.experts.convert_triton import convert_4, conve
 def product(
     x_M, ok_M, qweight_N, scales_N, zero_points_N, K: tl.constexpr,
     KIND: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr, HAS_ZERO_POINTS: tl.constexpr, ASM: tl.constexpr,
-    ENLARGES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr,
+    ENLARGES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNROLL: tl.constexpr, SLICES: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """[N, M] float32: rows of a matrix times rows of x.
 
@@ -27,20 +32,36 @@ def product(
     SCALES: as `scales_form` names them.  They are read a step ahead, because the loop's pipeline holds only what is multiplied.
     """
     STEPS: tl.constexpr = (K + 127) // 128
-    acc_NM = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    next_N = scale_at(scales_N, 0, K, GROUP_SIZE, SCALES)
-    for first in tl.range(0, STEPS, UNROLL, num_stages=STAGES):
+    EACH: tl.constexpr = (STEPS + SLICES * UNROLL - 1) // (SLICES * UNROLL) * UNROLL  # of a slice
+    last_N = tl.load(scales_N) if SCALES == "row" else scales_N
+    if SLICES == 1:
+        base = 0
+    else:
+        base = tl.arange(0, SLICES)[:, None] * (EACH * 128)
+        x_M, ok_M, qweight_N = x_M[None, :], ok_M[None, :], qweight_N[None, :]
+        scales_N, zero_points_N = scales_N[None, :], zero_points_N[None, :]
+    acc_NM = no_sums(BLOCK_N, BLOCK_M, SLICES)
+    next_N = scale_at(scales_N, base, K, GROUP_SIZE, SCALES)
+    for first in tl.range(0, EACH, UNROLL, num_stages=STAGES):
         for n in tl.static_range(UNROLL):
-            step = first + n
+            at = base + (first + n) * 128
             now_N = next_N
-            next_N = scale_at(scales_N, tl.minimum(step + 1, STEPS - 1) * 128, K, GROUP_SIZE, SCALES)
+            next_N = scale_at(scales_N, tl.minimum(at + 128, STEPS * 128 - 128), K, GROUP_SIZE, SCALES)
             acc_NM = add_step(
-                acc_NM, x_M, ok_M, qweight_N, scales_N, zero_points_N, now_N, step, K,
-                KIND, GROUP_SIZE, SCALES, HAS_ZERO_POINTS, ASM, ENLARGES, STEPS % UNROLL == 0,
+                acc_NM, x_M, ok_M, qweight_N, scales_N, zero_points_N, now_N, at, K,
+                KIND, GROUP_SIZE, SCALES, HAS_ZERO_POINTS, ASM, ENLARGES, STEPS % (SLICES * UNROLL) == 0, SLICES,
             )  # fmt: skip
+    if SLICES > 1:
+        acc_NM = tl.sum(acc_NM, 0)
     if SCALES == "row":
-        acc_NM *= next_N.to(tl.float32)[:, None]
+        acc_NM *= last_N.to(tl.float32)[:, None]
     return unenlarged(acc_NM, KIND, ASM)
+
+
+@triton.jit
+def no_sums(N: tl.constexpr, M: tl.constexpr, SLICES: tl.constexpr):
+    """[N, M] of zeros, or [S, N, M]."""
+    return tl.zeros([N, M], tl.float32) if SLICES == 1 else tl.zeros([SLICES, N, M], tl.float32)
 
 
 @triton.jit
@@ -55,28 +76,31 @@ def unenlarged(acc_NM, KIND: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def add_step(
-    acc_NM, x_M, ok_M, qweight_N, scales_N, zero_points_N, now_N, step, K: tl.constexpr,
+    acc_NM, x_M, ok_M, qweight_N, scales_N, zero_points_N, now_N, at, K: tl.constexpr,
     KIND: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr, HAS_ZERO_POINTS: tl.constexpr, ASM: tl.constexpr,
-    ENLARGES: tl.constexpr, EXISTS: tl.constexpr,
+    ENLARGES: tl.constexpr, EXISTS: tl.constexpr, SLICES: tl.constexpr,
 ):  # fmt: skip
-    """acc_NM plus the products of a step's columns.  now_N: their scale, or scales.  EXISTS: whether each step does."""
+    """acc_NM plus the products of a step's columns, the first of which is `at`.  now_N: their scale, or scales.
+
+    EXISTS: whether each step does.  With slices, `at` is [S, 1], and sizes N and M are those of [1, N] and [1, M].
+    """
     FOUR: tl.constexpr = KIND == "int4" or KIND == "e2m1"
     WORDS: tl.constexpr = 128 if KIND == "dense" else 32 if FOUR else 64
     EVEN_K: tl.constexpr = K % 128 == 0 and EXISTS
-    at, j = step * 128, tl.arange(0, WORDS)
-    at_J = step * WORDS + j
+    j = tl.arange(0, WORDS)
+    at_J = _after(at // 128 * WORDS, j, SLICES)
     if EVEN_K or (EXISTS and KIND != "dense"):
-        words_NJ = tl.load(qweight_N[:, None] + at_J[None, :])
+        words_NJ = tl.load(tl.expand_dims(qweight_N, -1) + at_J)
     else:
         END: tl.constexpr = K if KIND == "dense" else (K + 127) // 128 * WORDS
-        words_NJ = tl.load(qweight_N[:, None] + at_J[None, :], mask=(at_J < END)[None, :], other=0)
+        words_NJ = tl.load(tl.expand_dims(qweight_N, -1) + at_J, mask=at_J < END, other=0)
     if KIND == "dense":
-        x_MJ = _columns(x_M, at + j, ok_M, K, EVEN_K, False)
-        acc_NM = tl.dot(words_NJ, tl.trans(x_MJ), acc_NM, input_precision="ieee")
+        acc_NM = _dot(words_NJ, _columns(x_M, _after(at, j, SLICES), ok_M, K, EVEN_K, False), acc_NM)
     else:
         SMALL: tl.constexpr = ASM and ENLARGES and (KIND == "e2m1" or KIND == "e4m3")
+        k = _after(at, j if FOUR else j // 32 * 64 + j % 32, SLICES)
         acc_NM = _add_quantised(
-            acc_NM, words_NJ, x_M, at, at + (j if FOUR else j // 32 * 64 + j % 32), ok_M, now_N, scales_N, zero_points_N, K,
+            acc_NM, words_NJ, x_M, at, k, ok_M, now_N, scales_N, zero_points_N, K,
             KIND, GROUP_SIZE, SCALES, HAS_ZERO_POINTS, ASM, SMALL, FOUR, EVEN_K,
         )  # fmt: skip
     return acc_NM
@@ -99,45 +123,61 @@ def _add_quantised(
     else:
         a_NJ, b_NJ = convert_8(words_NJ, KIND, ASM, DTYPE)
     if HAS_ZERO_POINTS:
-        a_NJ -= _zero(zero_points_N, at, K, GROUP_SIZE).to(DTYPE)[:, None]
-        b_NJ -= _zero(zero_points_N, at + 32, K, GROUP_SIZE).to(DTYPE)[:, None]
+        a_NJ -= _zero(zero_points_N, at, K, GROUP_SIZE, DTYPE)
+        b_NJ -= _zero(zero_points_N, at + 32, K, GROUP_SIZE, DTYPE)
         if FOUR:
-            c_NJ -= _zero(zero_points_N, at + 64, K, GROUP_SIZE).to(DTYPE)[:, None]
-            d_NJ -= _zero(zero_points_N, at + 96, K, GROUP_SIZE).to(DTYPE)[:, None]
+            c_NJ -= _zero(zero_points_N, at + 64, K, GROUP_SIZE, DTYPE)
+            d_NJ -= _zero(zero_points_N, at + 96, K, GROUP_SIZE, DTYPE)
     if SCALES == "row":
-        acc_NM = tl.dot(a_NJ, tl.trans(a_MJ), acc_NM, input_precision="ieee")
-        acc_NM = tl.dot(b_NJ, tl.trans(b_MJ), acc_NM, input_precision="ieee")
+        acc_NM = _dot(b_NJ, b_MJ, _dot(a_NJ, a_MJ, acc_NM))
         if FOUR:
-            acc_NM = tl.dot(c_NJ, tl.trans(c_MJ), acc_NM, input_precision="ieee")
-            acc_NM = tl.dot(d_NJ, tl.trans(d_MJ), acc_NM, input_precision="ieee")
+            acc_NM = _dot(d_NJ, d_MJ, _dot(c_NJ, c_MJ, acc_NM))
     elif SCALES == "step":
-        part_NM = tl.dot(a_NJ, tl.trans(a_MJ), input_precision="ieee")
-        part_NM = tl.dot(b_NJ, tl.trans(b_MJ), part_NM, input_precision="ieee")
+        part_NM = _dot(b_NJ, b_MJ, _dot(a_NJ, a_MJ))
         if FOUR:
-            part_NM = tl.dot(c_NJ, tl.trans(c_MJ), part_NM, input_precision="ieee")
-            part_NM = tl.dot(d_NJ, tl.trans(d_MJ), part_NM, input_precision="ieee")
-        acc_NM += part_NM * now_N.to(tl.float32)[:, None]
+            part_NM = _dot(d_NJ, d_MJ, _dot(c_NJ, c_MJ, part_NM))
+        acc_NM += part_NM * tl.expand_dims(now_N.to(tl.float32), -1)
     elif SCALES == "powers":
-        acc_NM += tl.dot(a_NJ, tl.trans(a_MJ), input_precision="ieee") * _power(now_N)[:, None]
-        acc_NM += tl.dot(b_NJ, tl.trans(b_MJ), input_precision="ieee") * _power(now_N >> 8)[:, None]
-        acc_NM += tl.dot(c_NJ, tl.trans(c_MJ), input_precision="ieee") * _power(now_N >> 16)[:, None]
-        acc_NM += tl.dot(d_NJ, tl.trans(d_MJ), input_precision="ieee") * _power(now_N >> 24)[:, None]
+        acc_NM += _dot(a_NJ, a_MJ) * _power(now_N)
+        acc_NM += _dot(b_NJ, b_MJ) * _power(now_N >> 8)
+        acc_NM += _dot(c_NJ, c_MJ) * _power(now_N >> 16)
+        acc_NM += _dot(d_NJ, d_MJ) * _power(now_N >> 24)
     else:
-        acc_NM += tl.dot(a_NJ, tl.trans(a_MJ), input_precision="ieee") * now_N.to(tl.float32)[:, None]
+        acc_NM += _dot(a_NJ, a_MJ) * tl.expand_dims(now_N.to(tl.float32), -1)
         b_N = scale_at(scales_N, at + 32, K, GROUP_SIZE, SCALES).to(tl.float32)
-        acc_NM += tl.dot(b_NJ, tl.trans(b_MJ), input_precision="ieee") * b_N[:, None]
+        acc_NM += _dot(b_NJ, b_MJ) * tl.expand_dims(b_N, -1)
         c_N = scale_at(scales_N, at + 64, K, GROUP_SIZE, SCALES).to(tl.float32)
-        acc_NM += tl.dot(c_NJ, tl.trans(c_MJ), input_precision="ieee") * c_N[:, None]
+        acc_NM += _dot(c_NJ, c_MJ) * tl.expand_dims(c_N, -1)
         d_N = scale_at(scales_N, at + 96, K, GROUP_SIZE, SCALES).to(tl.float32)
-        acc_NM += tl.dot(d_NJ, tl.trans(d_MJ), input_precision="ieee") * d_N[:, None]
+        acc_NM += _dot(d_NJ, d_MJ) * tl.expand_dims(d_N, -1)
     return acc_NM
+
+
+@triton.jit
+def _after(at, j, SLICES: tl.constexpr):
+    """[J]: places from `at` on; with slices [S, 1, J], from those of [S, 1] on."""
+    if SLICES == 1:
+        at_J = at + j
+    else:
+        at_J = tl.expand_dims(at, -1) + j[None, None, :]
+    return at_J
+
+
+@triton.jit
+def _dot(w_NJ, x_MJ, acc_NM=None):
+    """[N, M] float32, or [S, N, M] of S products; plus acc_NM."""
+    if len(w_NJ.shape) == 2:
+        x_JM = tl.trans(x_MJ)
+    else:
+        x_JM = tl.permute(x_MJ, (0, 2, 1))
+    return tl.dot(w_NJ, x_JM, acc_NM, input_precision="ieee")
 
 
 @triton.jit
 def _columns(x_M, at_J, ok_M, K: tl.constexpr, EVEN_K: tl.constexpr, ENLARGES: tl.constexpr):
     """These columns of x, [M, J]; 0 beyond the last one."""
-    ok_MJ = ok_M[:, None] if EVEN_K else ok_M[:, None] & (at_J < K)[None, :]
-    x_MJ = tl.load(x_M[:, None] + at_J[None, :], mask=ok_MJ, other=0.0)
+    ok_MJ = tl.expand_dims(ok_M, -1) if EVEN_K else tl.expand_dims(ok_M, -1) & (at_J < K)
+    x_MJ = tl.load(tl.expand_dims(x_M, -1) + at_J, mask=ok_MJ, other=0.0)
     return enlarged(x_MJ) if ENLARGES else x_MJ
 
 
@@ -156,11 +196,12 @@ def scale_at(scales_N, column, K: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES
 
 
 @triton.jit
-def _zero(zero_points_N, column, K: tl.constexpr, GROUP_SIZE: tl.constexpr):
-    return tl.load(zero_points_N + (tl.minimum(column, K - 1) // GROUP_SIZE if GROUP_SIZE > 0 else 0)).to(tl.float32)
+def _zero(zero_points_N, column, K: tl.constexpr, GROUP_SIZE: tl.constexpr, DTYPE: tl.constexpr):
+    zero_N = tl.load(zero_points_N + (tl.minimum(column, K - 1) // GROUP_SIZE if GROUP_SIZE > 0 else 0))
+    return tl.expand_dims(zero_N.to(DTYPE), -1)
 
 
 @triton.jit
 def _power(word_N):
     """2^(e - 127) of the exponent in the lowest 8 bits; 0 in place of 2^-127, which float32 has no normal number for."""
-    return ((word_N & 0xFF) << 23).to(tl.float32, bitcast=True)
+    return tl.expand_dims(((word_N & 0xFF) << 23).to(tl.float32, bitcast=True), -1)

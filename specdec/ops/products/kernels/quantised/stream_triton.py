@@ -239,8 +239,9 @@ def values_of_4_bits(
                 pack=2,
             )  # fmt: skip
         else:  # 136 + zero point is from 128 to 143, which bfloat16 holds
-            zero_point_NJ = tl.broadcast_to((zero_point_N + 136).to(tl.bfloat16)[:, None], words_NJ.shape)
-            other_zero_point_NJ = tl.broadcast_to((other_zero_point_N + 136).to(tl.bfloat16)[:, None], words_NJ.shape)
+            zero_point_NJ = tl.broadcast_to(tl.expand_dims((zero_point_N + 136).to(tl.bfloat16), -1), words_NJ.shape)
+            other_N = tl.expand_dims((other_zero_point_N + 136).to(tl.bfloat16), -1)
+            other_zero_point_NJ = tl.broadcast_to(other_N, words_NJ.shape)
             a_NJ, b_NJ, c_NJ, d_NJ = tl.inline_asm_elementwise(
                 INT4_ASM, "=r,=r,=r,=r,r,r,r", [words_NJ, zero_point_NJ, other_zero_point_NJ],
                 dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
@@ -260,7 +261,7 @@ def value_of_4_bits(word_NJ, zero_point_N, KIND: tl.constexpr, DTYPE: tl.constex
     if KIND == "e2m1":
         moved_NJ = ((bits_NJ & 8) << 28) | ((bits_NJ & 7) << 22)
         return (moved_NJ.to(tl.float32, bitcast=True) * 8.507059173023462e37).to(DTYPE)  # 2^126
-    return (((bits_NJ & 15) - 8).to(tl.float32) - zero_point_N[:, None]).to(DTYPE)
+    return (((bits_NJ & 15) - 8).to(tl.float32) - tl.expand_dims(zero_point_N, -1)).to(DTYPE)
 
 
 def launch_quantised_linear(
