@@ -8,7 +8,7 @@ Qwen3.5-27B's widths: 16 key and 48 value heads of 128, bf16, states in float32.
 CALLS layers, each with states of its own, so that none lies in the L2 cache.  The limit is the time to move at 4.48 TB/s one
 read and one write of each row's state, the nodes' inputs and outputs, what PENDING of the nodes before have left, and what the
 nodes leave.  --all tries other tiles: choose `tree_tiles` (specdec/ops/recurrent/trees/rule_triton.py), `chunk_tiles`
-(chunks/launch.py) and ONE, TREE, CHUNK (conv_triton.py) from them.
+(chunks/launch.py) and ONE, CHAIN, TREE, CHUNK (conv_triton.py) from them.
 
 Shapes: B rows, N nodes.
 """
@@ -41,19 +41,23 @@ G, H, WIDTH, TAPS, CALLS, PENDING, PROMPT = 16, 48, 128, 4, 8, 3, 8192
 CHANNELS = (2 * G + H) * WIDTH
 SHAPES = {1: (1, 0, 1), 6: (6, 5, 6), 32: (32, 5, 6), 60: (60, 7, 8)}  # nodes, depth, places of a path
 # By nodes: one, at most 8, more.
-STEP_TILES = [RuleTiles(*each) for each in ((16, 32, 1), (32, 32, 1), (32, 32, 2), (64, 32, 2), (64, 32, 4), (128, 32, 4))]
+STEP_TILES = [RuleTiles(*each) for each in ((16, 32, 1), (32, 32, 1), (64, 32, 4), (128, 32, 4))]
 FEW_TILES = [
     RuleTiles(*each)
     for each in (
-        (16, 64, 1, 1, 2), (16, 64, 1, 1, 3), (16, 32, 1, 1, 2), (32, 64, 2, 1, 2), (32, 64, 2, 1, 3), (32, 64, 2, 1, 4),
-        (32, 128, 2, 1, 2), (32, 32, 1, 1, 2), (64, 64, 4, 1, 2), (64, 64, 4, 1, 3), (32, 64, 4, 1, 3),
+        (16, 64, 1, 1, 3),
+        (16, 128, 1, 1, 3),
+        (16, 64, 1, 1, 4),
+        (32, 64, 2, 1, 3),
+        (64, 64, 4, 1, 3),
+        (64, 64, 4, 2, 3),
     )
-]  # fmt: skip
+]
 MANY_TILES = [
     RuleTiles(*each)
     for each in (
-        (32, 32, 4, 4, 2), (32, 32, 4, 2, 2), (32, 64, 4, 2, 2), (32, 128, 4, 2, 2), (32, 32, 4, 2, 3), (64, 32, 4, 2, 2),
-        (64, 64, 4, 2, 2), (64, 64, 8, 2, 2), (32, 32, 2, 2, 2), (16, 32, 4, 2, 2),
+        (32, 128, 4, 2), (32, 128, 4, 4), (32, 128, 4, 8), (32, 64, 4, 4), (16, 128, 4, 4), (32, 128, 8, 4), (64, 128, 4, 4),
+        (32, 128, 4, 4, 3),
     )
 ]  # fmt: skip
 CHUNK_TILES = [ChunkTiles(*each) for each in (
@@ -63,8 +67,7 @@ CHUNK_TILES = [ChunkTiles(*each) for each in (
 CONV_TILES = {
     1: [ConvTiles(128, 1, 1), ConvTiles(256, 1, 1), ConvTiles(256, 2, 1), ConvTiles(512, 2, 1), ConvTiles(256, 4, 1)],
     6: [ConvTiles(*each) for each in (
-        (256, 4, 4, 1056), (256, 4, 4, 2112), (256, 4, 8, 1056), (256, 8, 8, 1056), (512, 4, 4, 1056), (128, 4, 8, 1056),
-        (512, 8, 8, 1056),
+        (256, 4, 4, 1056), (256, 4, 4, 2640), (256, 4, 8, 1056), (256, 2, 4, 1056), (512, 4, 4, 1056), (512, 4, 8, 1056),
     )],
     PROMPT: [ConvTiles(*each) for each in (
         (1024, 4, 8), (1024, 4, 16), (512, 4, 8), (512, 4, 16), (512, 4, 32), (512, 2, 16), (256, 2, 16), (256, 2, 32),

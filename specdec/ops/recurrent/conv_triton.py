@@ -30,8 +30,9 @@ class ConvTiles(NamedTuple):
     programs: int = 1
 
 
-ONE, TREE = ConvTiles(256, 2, 1), ConvTiles(256, 4, 4, 1056)  # of a lone node, and of trees: eight programs for each SM
-CHUNK = ConvTiles(1024, 4, 16)
+# Of a lone node, of chains and of trees; of parts.  Measured on an H200 (benchmarks/layers/recurrent.py).
+ONE, CHAIN, TREE = ConvTiles(512, 2, 1), ConvTiles(512, 4, 4, 1056), ConvTiles(256, 4, 8, 1056)
+CHUNK = ConvTiles(256, 2, 16)
 
 
 @triton.jit
@@ -77,23 +78,25 @@ def tree_convolution_kernel(
         tl.store(out + b * C + c, _silu(y_C, ASM).to(out.dtype.element_ty), mask=ok_C)
     else:
         from_x, from_parents = x + b * N * stride_x, parents + b * N
+        n = group * STEPS * ROWS + tl.arange(0, ROWS)
+        next_NC = tl.load(from_x + (n * stride_x)[:, None] + c[None, :], mask=(n < N)[:, None] & ok_C[None, :], other=0.0)
         for step in range(STEPS):
-            n = (group * STEPS + step) * ROWS + tl.arange(0, ROWS)
-            ok_NC, at_N = (n < N)[:, None] & ok_C[None, :], n  # the node so many tokens before; -1, -2, ..: last inputs
-            for tap in tl.static_range(W, -1, -1):
+            # Whose own inputs are there; the next ones come from memory meanwhile, and those of ancestors from caches.
+            n, own_NC = (group * STEPS + step) * ROWS + tl.arange(0, ROWS), next_NC
+            ok_NC, later_N = (n < N)[:, None] & ok_C[None, :], n + ROWS
+            is_later_NC = (later_N < N)[:, None] & ok_C[None, :] & (step + 1 < STEPS)
+            next_NC = tl.load(from_x + (later_N * stride_x)[:, None] + c[None, :], mask=is_later_NC, other=0.0)
+            y_NC, at_N = own_NC.to(tl.float32) * weights[W][None, :], n
+            for tap in tl.static_range(W - 1, -1, -1):
+                above_N = at_N - 1  # the node so many tokens before; -1, -2, ..: last inputs
+                if not CHAIN:
+                    above_N = tl.load(from_parents + at_N, mask=(at_N > 0) & (n < N), other=0).to(tl.int32)
+                at_N = tl.where(at_N > 0, above_N, at_N - 1)
                 from_N = from_x + tl.maximum(at_N, 0) * stride_x
                 for w in tl.static_range(tap, W):
                     from_N = tl.where(at_N == w - W, rows[w], from_N)
                 x_NC = tl.load(from_N[:, None] + c[None, :], mask=ok_NC, other=0.0)
-                if tap == W:
-                    own_NC = x_NC
-                    y_NC = x_NC.to(tl.float32) * weights[W][None, :]
-                else:
-                    y_NC += x_NC.to(tl.float32) * weights[tap][None, :]
-                parents_N = at_N - 1
-                if not CHAIN:
-                    parents_N = tl.load(from_parents + at_N, mask=(at_N > 0) & (n < N), other=0).to(tl.int32)
-                at_N = tl.where(at_N > 0, parents_N, at_N - 1)
+                y_NC += x_NC.to(tl.float32) * weights[tap][None, :]
             # Stores come last: no load is moved in front of one.
             tl.store(left + number * stride_left + n[:, None] * C + c[None, :], own_NC, mask=ok_NC)
             tl.store(out + (b * N + n)[:, None] * C + c[None, :], _silu(y_NC, ASM).to(out.dtype.element_ty), mask=ok_NC)
@@ -143,7 +146,7 @@ def chunk_convolution_kernel(
         for t in tl.static_range(TOKENS):  # all loads before the first store, in front of which none is moved
             inputs = inputs + (tl.load(from_x + (first + t) * stride_x, mask=ok_C & (first + t < tokens), other=0.0),)  # type: ignore[assignment]
         for t in tl.static_range(TOKENS):
-            y_C = inputs[t].to(tl.float32) * weights[0]
+            y_C = inputs[t].to(tl.float32) * weights[0]  # type: ignore[misc]
             for w in tl.static_range(1, W + 1):
                 y_C += inputs[t + w].to(tl.float32) * weights[w]
             to_out = out + (begin + first + t) * C + c
@@ -173,7 +176,7 @@ def launch_tree_convolution(
     left_LNC, out_TC = layer.x_LNC, torch.empty_like(x_TC, memory_format=torch.contiguous_format)
     assert x_TC.shape[0] == B * N and N <= left_LNC.shape[1] and left_LNC.dtype == x_TC.dtype
     assert left_LNC.stride()[1:] == (C, 1)
-    tiles = tiles or (ONE if N == 1 else TREE)
+    tiles = tiles or (ONE if N == 1 else CHAIN if steps.is_chain else TREE)
     block = min(tiles.channels, triton.next_power_of_2(C))
     blocks, steps_in_all = triton.cdiv(C, block), triton.cdiv(N, tiles.rows)
     if B:
