@@ -11,8 +11,9 @@ from typing import Any
 
 PHASES = ("draft", "verify", "extend", "decode")
 TRACED_PHASES = ("draft", "build", "verify", "decode", "accept, commit", "extend")
-GEMM, ATTENTION, NORM, TREE, EXCHANGE, COPY, OTHER = KINDS = (
-    "GEMM", "attention", "norm, rope, elementwise", "top-k, tree, accept", "exchange between ranks", "copy", "other",
+GEMM, ATTENTION, RECURRENT, NORM, TREE, EXCHANGE, COPY, OTHER = KINDS = (
+    "GEMM", "attention", "recurrent layers", "norm, rope, elementwise", "top-k, tree, accept", "exchange between ranks", "copy",
+    "other",
 )  # fmt: skip
 
 BUDGET_DEFINITIONS = {

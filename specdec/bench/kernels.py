@@ -11,20 +11,36 @@ from typing import NamedTuple
 
 import torch
 
-from specdec.bench.budget import ATTENTION, COPY, EXCHANGE, GEMM, KINDS, NORM, OTHER, TRACED_PHASES, TREE, KernelSplit
+from specdec.bench.budget import (
+    ATTENTION,
+    COPY,
+    EXCHANGE,
+    GEMM,
+    KINDS,
+    NORM,
+    OTHER,
+    RECURRENT,
+    TRACED_PHASES,
+    TREE,
+    KernelSplit,
+)
 
 PATTERNS = (  # the first pattern that occurs in a kernel's short name says its kind
     (EXCHANGE, r"nccl|^(flat|few_rows|many_rows|all_to_all_states)_kernel"),
     (COPY, r"memcpy|memset"),
-    (NORM, r"norm|rope|rotate|silu"),
+    (RECURRENT, r"_rule|convolution|gated_norm|^(tree_nodes|chunk_prepare|chunk_scan|state_numbers|commit_states)_kernel"),
+    (NORM, r"norm|rope|rotate|silu|output_gate"),
     (
         ATTENTION,
-        r"attention|paged|latent|suffix|store|flash|fmha|sinks|subtract|upconvert|_scores|kv_blocks"
+        r"attention|paged|latent|suffix|store|flash|fmha|sinks|subtract|upconvert|_scores|kv_blocks|_queries|first_keys|local_"
         r"|^(filter|select|rows_hopper|merge_rows|path)_kernel",
     ),
-    (GEMM, r"gemm|gemv|nvjet|cutlass|splitk|cublas|linear"),
+    (GEMM, r"gemm|gemv|nvjet|cutlass|splitk|cublas|linear|quantis|expert|router|few_|own_pairs|weighted_sum|take_columns"),
     (TREE, r"(?<!s)top|sort|radix|scan|merge|level|expand|fork|grow|best|narrow|cutoff|tables|tokens|accept|move|rows"),
-    (TREE, r"gather|scatter|index|search|softmax|reduce"),
+    (
+        TREE,
+        r"gather|scatter|index|search|softmax|reduce|noise|perturb|arrange|logits|chain|round|last_positions|match_keys|prepend|^pack_",
+    ),
     (NORM, r"elementwise|copy|cat|fill|arange|roll"),
 )
 # Kernels that begin a part of a round.  Which part it is follows from the marks before and after it.

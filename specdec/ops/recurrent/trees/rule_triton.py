@@ -39,11 +39,15 @@ class RuleTiles(NamedTuple):
 
 
 def tree_tiles(sequences: int, nodes: int, value_heads: int) -> RuleTiles:
+    """The fastest of those that benchmarks/layers/recurrent.py tries, on an H200."""
+    crowded = sequences * value_heads > 132  # programs of nodes_triton.py, for as many SMs
+    if nodes == 1:
+        return RuleTiles(64, warps=2)
     if nodes <= 8:
-        return RuleTiles(32, 64, 2, 1, 3)
+        return RuleTiles(16, 64, 1, 1, 3) if crowded else RuleTiles(64, 64, 4, 1, 3)
     if nodes <= 16:
         return RuleTiles(32, 32, 2, 2)
-    return RuleTiles(32, 32, 4, 4 if sequences * value_heads < 132 else 2) if nodes <= 32 else RuleTiles(32, 32, 8, 8)
+    return RuleTiles(32, 128, 4, 2 if crowded else 4) if nodes <= 32 else RuleTiles(32, 32, 8, 8)
 
 
 @triton.jit
