@@ -114,14 +114,19 @@ def paged_tiles(
         if waves < 0.1 and max_keys > SHORT and D <= 128:
             return PagedTiles(32, keys(64), 4, 3, ctas_per_sm=2)
         return PagedTiles(32, keys(128), 4, 3) if waves < 0.8 else PagedTiles(32, keys(64), 4, 3)
+    return _of_many_rows(wanted, D, keys(64), causal, waves, max_keys)
+
+
+def _of_many_rows(wanted: int, D: int, block_n: int, causal: bool, waves: float, max_keys: int) -> PagedTiles:
+    """`paged_tiles` of 16-bit keys for more than 32 queries x heads.  block_n: keys of a step with 64 rows of D dims."""
     if 128 < D <= 256 and causal and wanted > 128 and waves * wanted > 256:
-        return PagedTiles(128, keys(64), 8, 3)
+        return PagedTiles(128, block_n, 8, 3)
     if wanted == 64 or D > 128:
-        return PagedTiles(64, keys(64), 4, 4 if waves < 0.8 else 3)
+        return PagedTiles(64, block_n, 4, 4 if waves < 0.8 else 3)
     if causal and wanted > 128:
         return PagedTiles(128, 64, 8, 2, registers=128) if waves * wanted > 1024 else PagedTiles(64, 64, 4, 3)
     if wanted == 128 and waves < 0.1 and not causal and max_keys <= SHORT:
-        return PagedTiles(64, keys(128), 4, 2)
+        return PagedTiles(64, min(128, 2 * block_n), 4, 2)
     return PagedTiles(128, 64, 8, 3)
 
 
