@@ -81,13 +81,16 @@ DOWN = {
 }  # fmt: skip
 ROUTERS = tuple(
     RouterTiles(*each)
-    for each in ((4, 16, 256, 4), (8, 16, 256, 8), (2, 16, 256, 4), (4, 16, 512, 4), (8, 16, 512, 8), (4, 32, 256, 4))
-)
+    for each in (
+        (4, 16, 512, 4), (4, 16, 256, 4), (4, 32, 512, 4), (4, 16, 1024, 4), (8, 16, 512, 8), (8, 16, 1024, 8),
+        (8, 16, 2048, 8), (8, 32, 512, 8), (8, 16, 1024, 4),
+    )
+)  # fmt: skip
 STACKED = (
     None, StackedTiles(16, 64, 128, 4, 4), StackedTiles(16, 64, 128, 4, 6), StackedTiles(16, 128, 128, 4, 3),
     StackedTiles(32, 64, 128, 4, 4), StackedTiles(32, 128, 128, 8, 3), StackedTiles(64, 128, 64, 4, 4),
 )  # fmt: skip  # None: torch's
-MANY_ROUTED = tuple(RouterTiles(*each) for each in ((8, 16, 256, 8), (16, 32, 256, 8), (32, 32, 256, 8), (32, 64, 256, 8)))
+MANY_ROUTED = tuple(RouterTiles(*each) for each in ((8, 16, 512, 8), (16, 32, 512, 8), (32, 32, 512, 8), (32, 64, 256, 8)))
 
 
 class Trial(NamedTuple):

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.models.linear import LinearStack
+from specdec.ops.launch import use_kernels
 from specdec.ops.operator import is_traced
 from specdec.ops.products.experts import (
     PLAIN,
@@ -111,6 +112,8 @@ def grouped_experts(
         of_P = _existing(topk_ids_TK, len(gate_up_EGH), form).flatten().index_select(0, order_P)
     mid_PF = form.gate(_biased(F.grouped_mm(rows_PH, gate_up_EGH.transpose(1, 2), offs=ends_E), form.gate_up_bias, of_P))
     out_PH = _biased(F.grouped_mm(mid_PF, down_EHF.transpose(1, 2), offs=ends_E), form.down_bias, of_P)
+    if use_kernels(out_PH) and topk_weights_TK.dtype == torch.float32:
+        return weighted_sum(out_PH.view(T, K, -1), topk_weights_TK.contiguous(), order_P)
     in_order_PH = torch.empty_like(out_PH).index_copy_(0, order_P, out_PH)
     return _weighted(in_order_PH.view(T, K, -1), topk_weights_TK, x_TH.dtype, form)
 

@@ -54,8 +54,14 @@ def experts_linear(
     return launch_experts_linear(x, weight_ENK, bias_EN, order_P, counts_E, top_k, gate, tiles)
 
 
-def weighted_sum(x_MAN: Tensor, topk_weights_MA: Tensor) -> Tensor:
-    """[M, N]: the sum of a token's A rows times their weights (float32), added up in float32 from the first to the last."""
+def weighted_sum(x_MAN: Tensor, topk_weights_MA: Tensor, order_P: Tensor | None = None) -> Tensor:
+    """[M, N]: the sum of a token's A rows times their weights (float32), added up in float32 from the first to the last.
+
+    A row whose weight is 0 may hold anything.  order_P: the pairs whose rows x has, one after the other; None: in their order.
+    """
     from specdec.ops.products.kernels.experts.stacked_triton import launch_weighted_sum
 
-    return launch_weighted_sum(x_MAN, topk_weights_MA)
+    places_P = None
+    if order_P is not None:
+        places_P = torch.empty_like(order_P).index_copy_(0, order_P, torch.arange(len(order_P), device=order_P.device))
+    return launch_weighted_sum(x_MAN, topk_weights_MA, places_P)

@@ -58,6 +58,7 @@ def products() -> None:
                 experts_linear(halves(T, H), halves(E, 2 * F, H), biases[0], order, each, A, gate=gate)
                 experts_linear(halves(T * A, F), halves(E, H, F), biases[1], order, each, A, gate=None)
         weighted_sum(halves(T, A, H), floats(T, A))
+        weighted_sum(halves(T, A, H), floats(T, A), order)
         by_expert(ids(T, A), E)
         own_pairs(floats(T, A), ids(T, A), range(64))
         own_pairs(floats(6 * T, A), ids(6 * T, A), range(E), LiveRows(counts(T), ids(T)))

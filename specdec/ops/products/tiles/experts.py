@@ -37,7 +37,7 @@ class RouterTiles(NamedTuple):
     warps: int
 
 
-ROUTER = RouterTiles(4, 16, 256, 4)
+ROUTER = RouterTiles(4, 16, 512, 4)
 
 
 class ExpertTiles(NamedTuple):
@@ -79,9 +79,9 @@ def few_tokens_tiles(tokens: int, kind: ExpertsKind) -> MixtureTiles:
     if kind != "dense":
         return _few(ExpertTiles(block_m, 32, 2, 4, 2), ExpertTiles(block_m, 32, 1, 4, 2, 8))
     if block_m > 32:
-        return _few(ExpertTiles(block_m, 64, 4, 3), ExpertTiles(block_m, 64, 4, 3, splits=4))
+        return _few(ExpertTiles(block_m, 64, 4, 3), ExpertTiles(block_m, 64, 4, 3, splits=8))
     if block_m > 8:
-        return _few(ExpertTiles(block_m, 64, 4, 4), ExpertTiles(block_m, 64, 4, 5, splits=4))
+        return _few(ExpertTiles(block_m, 64, 4, 3), ExpertTiles(block_m, 128, 4, 3, splits=8))
     if tokens == 1:
         return _few(ExpertTiles(block_m, 32, 2, 4), ExpertTiles(block_m, 32, 2, 4, splits=8))
     return _few(ExpertTiles(block_m, 32, 1, 5), ExpertTiles(block_m, 16, 1, 4, splits=8))

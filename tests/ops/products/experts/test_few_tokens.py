@@ -22,7 +22,7 @@ NEAR = 6e-3 if HAS_GPU else 1e-3
 CASES = [
     ("fp8 rows", 1, 2, 1), ("fp8 blocks", 5, 1, 1), ("int8 zero points", 5, 2, 1), ("int4", 1, 1, 1),
     ("int4 zero points", 5, 2, 1), ("mxfp4", 5, 2, 1), ("mxfp4", 1, 2, 1), ("dense", 5, 1, 1), ("dense", 5, 2, 1),
-    ("dense", 1, 4, 1), ("dense", 64, 2, 1), ("dense", 1, 2, 2),
+    ("dense", 1, 4, 1), ("dense", 64, 2, 1), ("dense", 1, 2, 2), ("mxfp4", 1, 1, 2),
     ("fp8 rows", 5, 2, 2), ("int4 zero points", 1, 1, 2), ("mxfp4", 5, 2, 4),
 ]  # fmt: skip
 

@@ -19,7 +19,7 @@ from specdec.ops.products.experts import PLAIN, Form, SwiGLU
 from specdec.ops.products.kernels.experts.by_expert_triton import launch_by_expert
 from specdec.ops.products.numerics import INVARIANT
 from specdec.ops.products.routing import RouterRule
-from specdec.ops.products.stacked import each_linear
+from specdec.ops.products.stacked import each_linear, weighted_sum
 from specdec.ops.products.tiles.experts import StackedTiles
 
 DTYPE = torch.bfloat16 if HAS_GPU else torch.float16
@@ -67,6 +67,18 @@ def test_pairs_are_sorted_by_expert(P: int) -> None:
     order_P, counts_E = launch_by_expert(ids_P, 5)
     assert torch.equal(order_P, ids_P.argsort(stable=True))
     assert torch.equal(counts_E, torch.bincount(ids_P, minlength=6)[:5].int())
+
+
+def test_rows_of_sorted_pairs_are_added_up() -> None:
+    """Keeps out: a pair's row that is taken for another's, the row of a skipped pair, which nobody has written."""
+    x_PN, weights_TK = rand(10, 40), torch.rand(5, 2, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    order_P = torch.randperm(10, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    weights_TK[2, 1] = 0
+    x_PN[order_P == 5] = torch.nan
+    of_pairs = torch.empty_like(x_PN).index_copy_(0, order_P, x_PN).nan_to_num().double().view(5, 2, 40)
+    with torch.inference_mode():
+        got = weighted_sum(x_PN.view(5, 2, 40), weights_TK, order_P)
+    torch.testing.assert_close(got.double(), (of_pairs * weights_TK[..., None]).sum(1), atol=1e-2, rtol=1e-2)
 
 
 @pytest.mark.parametrize("along", [True, False], ids=["rows", "columns"])

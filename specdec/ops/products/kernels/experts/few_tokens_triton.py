@@ -163,10 +163,18 @@ def few_down_kernel(
         if BLOCK_M <= 32:
             mask_D = mask_D.to(tl.int32)
     low, high = split * count // SPLITS, (split + 1) * count // SPLITS
-    acc_NM = _down(
-        x, qweight, scales, zero_points, expert_D, mask_D, i_D, low, high, row_N, T, N, K, J, G, KIND, GROUP_SIZE, SCALES,
-        HAS_ZERO_POINTS, ASM, BLOCK_M, BLOCK_N, UNROLL, SLICES, STAGES,
-    )  # fmt: skip
+    if ONE_TOKEN and SPLITS == A:  # a program has one expert, which it need not look up at each step
+        at_N = _entry(expert_D, i_D, split).to(tl.int64) * N + row_N
+        acc_NM = product(
+            x + (split + m) * K, (m == 0) & (_entry(mask_D, i_D, split) > 0), qweight + at_N * J, scales + at_N * G,
+            zero_points + at_N * G, K, KIND, GROUP_SIZE, SCALES, HAS_ZERO_POINTS, ASM, False, BLOCK_M, BLOCK_N, UNROLL, SLICES,
+            STAGES,
+        )  # fmt: skip
+    else:
+        acc_NM = _down(
+            x, qweight, scales, zero_points, expert_D, mask_D, i_D, low, high, row_N, T, N, K, J, G, KIND, GROUP_SIZE, SCALES,
+            HAS_ZERO_POINTS, ASM, BLOCK_M, BLOCK_N, UNROLL, SLICES, STAGES,
+        )  # fmt: skip
     if (HAS_BIAS or HAS_SHARED) and split == 0:
         if HAS_BIAS:
             for a in tl.static_range(A):

@@ -1,7 +1,8 @@
 """The kernel of a router of few tokens: logits, and each token's experts and their weights, in one launch (../../routing.py).
 
-Programs share the logits: each multiplies some rows of the weight, and some columns of them, with a block of tokens, and sums
-in float32.  The program of a block that arrives last adds up the partial logits of all, in a fixed order, and chooses.
+Programs share the logits: each multiplies some rows of the weight, and some columns of them, of which each warp has a part,
+with a block of tokens, and sums in float32.  The program of a block that arrives last adds up the partial logits of all, in a
+fixed order, and chooses.
 
 A warp chooses a token's experts: its lanes hold neighbouring experts, each thread one of each group, so that a choice takes two
 instructions for the whole warp and no shared memory.  Where the rule knows no groups, runs of 32 experts stand for them.
@@ -12,7 +13,8 @@ id is an expert's, whatever the logits are.  Pairs that are computed elsewhere, 
 Order of chained launches (specdec/ops/launch.py): the kernel triggers before its wait, and reads weights alone before it.
 
 Shapes: T tokens, M tokens of a program (OWN, padded), H hidden size, E experts, A experts of a token (top_k), L logits of a
-token, N rows of the weight, S splits of the columns, B rows of the batch, G groups of J experts.
+token, N rows of the weight, S splits of the columns, B rows of the batch, G groups of J experts, C
+parts of a program's columns.
 """
 
 from __future__ import annotations
@@ -34,10 +36,11 @@ if TYPE_CHECKING:
     from specdec.ops.products.routing import Routed, RouterRule, RouterWeights
 
 LANES = 32  # of a warp
+APART = tl.constexpr(8)  # counters of arrivals that lie in one sector of memory, of which one is used
 NONE = tl.constexpr(2**31 - 1)  # above every expert's number
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "places"])
 def router_kernel(
     x,  # [T, H]
     weight,  # [L, H]
@@ -51,35 +54,42 @@ def router_kernel(
     topk_ids,  # [T, A] int64
     shared,  # [T, 1] float32, if L is E + 1
     T, stride_x,
+    places,  # A
     H: tl.constexpr, L: tl.constexpr, E: tl.constexpr, G: tl.constexpr, J: tl.constexpr, A: tl.constexpr,
     SCORES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_CORRECTION: tl.constexpr, TOP_GROUPS: tl.constexpr,
     GROUP_BEST: tl.constexpr, NORMED: tl.constexpr, LEAST_SUM: tl.constexpr, SCALING: tl.constexpr, PADDED_G: tl.constexpr,
     PADDED_J: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr, COLUMNS: tl.constexpr, HAS_ROWS: tl.constexpr,
     HAS_LAST: tl.constexpr, SPLITS: tl.constexpr, OWN: tl.constexpr, BLOCK_M: tl.constexpr, TOKENS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WARPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     ROW: tl.constexpr = L | 1  # odd, so that the compiler gives a warp's lanes a number each, and not a few of neighbours
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
-    ok_N, ok_K = n < L, k < H
-    w_NK = tl.load(weight + n[:, None] * H + k[None, :], mask=ok_N[:, None] & ok_K[None, :], other=0.0)
+    k_CK = tl.arange(0, WARPS)[:, None] * (BLOCK_K // WARPS) + tl.arange(0, BLOCK_K // WARPS)[None, :]
+    k_CK += tl.program_id(1) * BLOCK_K
+    ok_N, ok_CK = n < L, k_CK < H
+    ok_CNK = ok_N[None, :, None] & ok_CK[:, None, :]
+    w_CNK = tl.load(weight + n[None, :, None] * H + k_CK[:, None, :], mask=ok_CNK, other=0.0)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     first = tl.program_id(2) * OWN
     end = tl.minimum(first + OWN, T)
     t = first + tl.arange(0, BLOCK_M)
-    x_MK = tl.load(x + t[:, None] * stride_x + k[None, :], mask=(t < end)[:, None] & ok_K[None, :], other=0.0)
-    if w_NK.dtype == x_MK.dtype and w_NK.dtype != tl.float32:
-        logit_NM = tl.dot(w_NK, tl.trans(x_MK))
+    ok_CMK = (t < end)[None, :, None] & ok_CK[:, None, :]
+    x_CMK = tl.load(x + t[None, :, None] * stride_x + k_CK[:, None, :], mask=ok_CMK, other=0.0)
+    x_CKM = tl.permute(x_CMK, (0, 2, 1))
+    if w_CNK.dtype == x_CKM.dtype and w_CNK.dtype != tl.float32:
+        logit_CNM = tl.dot(w_CNK, x_CKM)
     else:  # three products of the tensor cores, with nearly all bits of float32
-        logit_NM = tl.dot(w_NK.to(tl.float32), tl.trans(x_MK.to(tl.float32)), input_precision="tf32x3")
+        logit_CNM = tl.dot(w_CNK.to(tl.float32), x_CKM.to(tl.float32), input_precision="tf32x3")
+    logit_NM = tl.sum(logit_CNM, 0)
     at_NM = (tl.program_id(1) * T + t)[None, :] * ROW + n[:, None]
     tl.store(partials + at_NM, logit_NM, mask=ok_N[:, None] & (t < end)[None, :])
     tl.debug_barrier()  # all of this program's stores before its arrival
     programs = tl.num_programs(0) * SPLITS
-    if tl.atomic_add(arrivals + tl.program_id(2), 1, sem="acq_rel") == programs - 1:
-        tl.store(arrivals + tl.program_id(2), 0)
+    mine = arrivals + tl.program_id(2) * APART
+    if tl.atomic_add(mine, 1, sem="acq_rel") == programs - 1:
+        tl.store(mine, 0)
         m, j = first + tl.arange(0, TOKENS), tl.arange(0, PADDED_J)
         e_GJ = tl.arange(0, PADDED_G)[:, None] * J + j[None, :]
         ok_GJ = (j < J)[None, :] & (e_GJ < E)
@@ -98,7 +108,7 @@ def router_kernel(
         key_GMJ = tl.where(ok_GJ[:, None, :], ordered_32(rank_GMJ), LOWEST_32)
         if TOP_GROUPS < G:
             key_GMJ = _of_best_groups(key_GMJ, e_GJ, ok_GJ, G, TOP_GROUPS, GROUP_BEST)
-        id_MJ, weight_MJ = _best(key_GMJ, score_GMJ, e_GJ, j, A, HAS_CORRECTION)
+        id_MJ, weight_MJ = _best(key_GMJ, score_GMJ, e_GJ, j, places, HAS_CORRECTION)
         weight_MJ = _weights(weight_MJ, (j < A)[None, :], SCORES, NORMED, LEAST_SUM) * SCALING
         id_MJ -= FIRST
         ok_MJ = (m < end)[:, None] & (j < A)[None, :]
@@ -125,7 +135,7 @@ def _scores(logit_GMJ, ok_GJ, SCORES: tl.constexpr):
     elif SCORES == "softmax":
         peak_M = tl.max(tl.max(tl.where(ok_GJ[:, None, :], logit_GMJ, -float("inf")), 0), 1)
         part_GMJ = tl.where(ok_GJ[:, None, :], tl.exp(logit_GMJ - peak_M[None, :, None]), 0.0)
-        logit_GMJ = part_GMJ / tl.sum(tl.sum(part_GMJ, 0), 1)[None, :, None]
+        logit_GMJ = part_GMJ * (1 / tl.sum(tl.sum(part_GMJ, 0), 1))[None, :, None]
     return logit_GMJ
 
 
@@ -150,14 +160,15 @@ def _of_best_groups(
 
 
 @triton.jit
-def _best(key_GMJ, score_GMJ, e_GJ, j, A: tl.constexpr, HAS_CORRECTION: tl.constexpr):
-    """(ids int32, scores) of the experts with the largest keys, [M, J] each, the best first; 0 from A on.
+def _best(key_GMJ, score_GMJ, e_GJ, j, places, HAS_CORRECTION: tl.constexpr):
+    """(ids int32, scores) of the experts with the largest keys, [M, J] each, the best first; 0 from `places` on.
 
-    Keys are the scores' own unless HAS_CORRECTION.  The loop is kept one: unrolled, it is longer than what an SM fetches fast.
+    Keys are the scores' own unless HAS_CORRECTION.  The compiler does not know `places`, so that the loop stays one: unrolled,
+    its instructions are more than an SM fetches fast.
     """
     id_MJ = tl.zeros([key_GMJ.shape[1], key_GMJ.shape[2]], tl.int32)
     best_MJ = tl.zeros([key_GMJ.shape[1], key_GMJ.shape[2]], tl.float32)
-    for place in tl.range(0, A, num_stages=1):
+    for place in tl.range(0, places, num_stages=1):
         key_M = tl.max(tl.max(key_GMJ, 0), 1)
         id_M = tl.min(tl.min(tl.where(key_GMJ == key_M[None, :, None], e_GJ[:, None, :], NONE), 0), 1)
         is_best_GMJ = e_GJ[:, None, :] == id_M[None, :, None]
@@ -205,7 +216,7 @@ def launch_router(
         width = experts // groups
     block_k = 2 * tiles.block_k // router.weight_LH.itemsize
     splits, blocks = triton.cdiv(H, block_k), triton.cdiv(T, own)
-    assert blocks <= ARRIVALS
+    assert blocks * APART.value <= ARRIVALS
     held, live = kept or (range(experts), None)
     assert live is None or T % len(live.active_B) == 0
     columns = T // len(live.active_B) if live else 1
@@ -218,12 +229,12 @@ def launch_router(
         x_TH, router.weight_LH, x_TH if router.bias_E is None else router.bias_E,
         x_TH if router.correction_E is None else router.correction_E, partials, arrivals_of(device),
         live.active_B if live else topk_ids_TK, topk_ids_TK if last_B is None else last_B, topk_weights_TK,
-        topk_ids_TK, partials if shared_T1 is None else shared_T1, T, x_TH.stride(0), H=H, L=L, E=experts,
+        topk_ids_TK, partials if shared_T1 is None else shared_T1, T, x_TH.stride(0), rule.top_k, H=H, L=L, E=experts,
         G=groups, J=width, A=rule.top_k, SCORES=rule.scores, HAS_BIAS=rule.biased, HAS_CORRECTION=rule.corrected,
         TOP_GROUPS=best, GROUP_BEST=rule.group_best, NORMED=rule.normed, LEAST_SUM=rule.least_sum, SCALING=rule.scaling,
         PADDED_G=power(groups), PADDED_J=max(power(width), power(rule.top_k)), FIRST=held.start, COUNT=len(held),
         COLUMNS=columns, HAS_ROWS=live is not None, HAS_LAST=last_B is not None, SPLITS=splits, OWN=own,
         BLOCK_M=max(8, own), TOKENS=max(tiles.warps, min(own, power(T))), BLOCK_N=tiles.block_n, BLOCK_K=block_k,
-        num_warps=tiles.warps, **chained(device),
+        WARPS=tiles.warps, num_warps=tiles.warps, **chained(device),
     )  # fmt: skip
     return topk_weights_TK, topk_ids_TK, shared_T1

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -119,8 +120,9 @@ def experts_linear_kernel(
 def weighted_sum_kernel(
     x,  # [M, A, N]
     topk_weights,  # [M, A] float32
+    places,  # [M, A] int64, if HAS_PLACES: at which row of x's [M * A, N] a pair's numbers lie
     y,  # [M, N]
-    N: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    N: tl.constexpr, TOP_K: tl.constexpr, HAS_PLACES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -130,7 +132,8 @@ def weighted_sum_kernel(
     total_N = tl.zeros([BLOCK], tl.float32)
     for a in tl.static_range(TOP_K):
         weight = tl.load(topk_weights + token * TOP_K + a)
-        x_N = tl.load(x + (token * TOP_K + a) * N + n, mask=n < N, other=0.0).to(tl.float32)
+        row = tl.load(places + token * TOP_K + a) if HAS_PLACES else token * TOP_K + a
+        x_N = tl.load(x + row * N + n, mask=n < N, other=0.0).to(tl.float32)
         x_N = tl.where(weight == 0, 0.0, x_N)  # of a skipped pair nobody has written x
         total_N = tl.fma(x_N, tl.zeros_like(x_N) + weight, total_N)
     tl.store(y + token * N + n, total_N.to(y.dtype.element_ty), mask=n < N)
@@ -182,14 +185,16 @@ def launch_experts_linear(
     return y_PN
 
 
-def launch_weighted_sum(x_MAN: Tensor, topk_weights_MA: Tensor) -> Tensor:
-    """[M, N]: the sum of a token's A rows times their weights, added up in float32 from the first to the last."""
+def launch_weighted_sum(x_MAN: Tensor, topk_weights_MA: Tensor, places_P: Tensor | None) -> Tensor:
+    """See `stacked.weighted_sum`."""
     (M, A, N), block = x_MAN.shape, min(1024, triton.next_power_of_2(x_MAN.shape[2]))
     assert x_MAN.is_contiguous() and topk_weights_MA.is_contiguous() and topk_weights_MA.shape == (M, A)
+    assert places_P is None or (places_P.is_contiguous() and places_P.shape == (M * A,) and places_P.dtype == torch.int64)
     y_MN = x_MAN.new_empty(M, N)
     weighted_sum_kernel[(M, triton.cdiv(N, block))](
-        x_MAN, topk_weights_MA, y_MN, N=N, TOP_K=A, BLOCK=block, num_warps=4, **chained(y_MN.device)
-    )
+        x_MAN, topk_weights_MA, topk_weights_MA if places_P is None else places_P, y_MN, N=N, TOP_K=A,
+        HAS_PLACES=places_P is not None, BLOCK=block, num_warps=4, **chained(y_MN.device),
+    )  # fmt: skip
     return y_MN
 
 

@@ -88,14 +88,14 @@ def add_step(
     WORDS: tl.constexpr = 128 if KIND == "dense" else 32 if FOUR else 64
     EVEN_K: tl.constexpr = K % 128 == 0 and EXISTS
     j = tl.arange(0, WORDS)
-    at_J = _after(at // 128 * WORDS, j, SLICES)
-    if EVEN_K or (EXISTS and KIND != "dense"):
+    here = at if EXISTS or KIND == "dense" else tl.minimum(at, (K + 127) // 128 * 128 - 128)  # of x there are zeros then
+    at_J = _after(here // 128 * WORDS, j, SLICES)
+    if EVEN_K or KIND != "dense":
         words_NJ = tl.load(tl.expand_dims(qweight_N, -1) + at_J)
     else:
-        END: tl.constexpr = K if KIND == "dense" else (K + 127) // 128 * WORDS
-        words_NJ = tl.load(tl.expand_dims(qweight_N, -1) + at_J, mask=at_J < END, other=0)
+        words_NJ = tl.load(tl.expand_dims(qweight_N, -1) + at_J, mask=at_J < K, other=0)
     if KIND == "dense":
-        acc_NM = _dot(words_NJ, _columns(x_M, _after(at, j, SLICES), ok_M, K, EVEN_K, False), acc_NM)
+        acc_NM = _dot(words_NJ, _columns(x_M, _after(at, j, SLICES), ok_M, at, K, EVEN_K, False, False), acc_NM)
     else:
         SMALL: tl.constexpr = ASM and ENLARGES and (KIND == "e2m1" or KIND == "e4m3")
         k = _after(at, j if FOUR else j // 32 * 64 + j % 32, SLICES)
@@ -114,11 +114,12 @@ def _add_quantised(
 ):  # fmt: skip
     """`add_step` of quantised words; `at`: its first column.  SMALL: whether x is multiplied by LARGE here."""
     DTYPE: tl.constexpr = x_M.dtype.element_ty
-    a_MJ = _columns(x_M, k, ok_M, K, EVEN_K, SMALL)
-    b_MJ = _columns(x_M, k + 32, ok_M, K, EVEN_K, SMALL)
+    WHOLE: tl.constexpr = FOUR and K % 32 == 0
+    a_MJ = _columns(x_M, k, ok_M, at, K, EVEN_K, WHOLE, SMALL)
+    b_MJ = _columns(x_M, k + 32, ok_M, at + 32, K, EVEN_K, WHOLE, SMALL)
     if FOUR:
-        c_MJ = _columns(x_M, k + 64, ok_M, K, EVEN_K, SMALL)
-        d_MJ = _columns(x_M, k + 96, ok_M, K, EVEN_K, SMALL)
+        c_MJ = _columns(x_M, k + 64, ok_M, at + 64, K, EVEN_K, WHOLE, SMALL)
+        d_MJ = _columns(x_M, k + 96, ok_M, at + 96, K, EVEN_K, WHOLE, SMALL)
         a_NJ, b_NJ, c_NJ, d_NJ = convert_4(words_NJ, KIND, ASM, DTYPE)
     else:
         a_NJ, b_NJ = convert_8(words_NJ, KIND, ASM, DTYPE)
@@ -174,9 +175,16 @@ def _dot(w_NJ, x_MJ, acc_NM=None):
 
 
 @triton.jit
-def _columns(x_M, at_J, ok_M, K: tl.constexpr, EVEN_K: tl.constexpr, ENLARGES: tl.constexpr):
-    """These columns of x, [M, J]; 0 beyond the last one."""
-    ok_MJ = tl.expand_dims(ok_M, -1) if EVEN_K else tl.expand_dims(ok_M, -1) & (at_J < K)
+def _columns(
+    x_M, at_J, ok_M, first, K: tl.constexpr, EVEN_K: tl.constexpr, WHOLE: tl.constexpr, ENLARGES: tl.constexpr
+):  # fmt: skip
+    """These columns of x, [M, J]; 0 beyond the last one.  WHOLE: all of them are there if the first one is."""
+    if EVEN_K:
+        ok_MJ = tl.expand_dims(ok_M, -1)
+    elif WHOLE:
+        ok_MJ = tl.expand_dims(ok_M & (first < K), -1)
+    else:
+        ok_MJ = tl.expand_dims(ok_M, -1) & (at_J < K)
     x_MJ = tl.load(tl.expand_dims(x_M, -1) + at_J, mask=ok_MJ, other=0.0)
     return enlarged(x_MJ) if ENLARGES else x_MJ
 
