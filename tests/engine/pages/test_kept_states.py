@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import pytest
 from toolkit.driver import new_request
-from toolkit.inside.memory import CHUNK, SPEC
+from toolkit.inside.memory import CHUNK, SPEC, drive
 from toolkit.inside.state_memory import StateMemory, states_balance
 
 from specdec.engine.chunks import ChunkBudget
@@ -75,32 +75,9 @@ def test_random_traffic(page_size: int, budget: int) -> None:
     engine = engine_of(page_size, budget, chunk, rng.randint(100, 220), 0, rng.choice([0, 1, 2]), rng.choice([0, 20]))
     scheduler, memory = engine.scheduler, engine.runner
     scheduler.admission.lengths.rest = lambda written, most, number: 1  # type: ignore[method-assign]  # many step back
-    requests: list[Request] = []
-    coming, more, steps = arrivals(rng, scheduler.admission.longest_text(140), 50), True, 0
-    while more or not engine.is_idle:
-        steps += 1
-        if more and rng.random() < 0.25:
-            for request in [next(coming, None) for _ in range(rng.randrange(1, 4))]:
-                more = more and request is not None
-                if request is not None:
-                    requests.append(request)
-                    engine.submit([request])
-        if rng.random() < 0.02 and (going := [request for request in requests if not request.is_done]):
-            engine.cancel(rng.choice(going))
-        memory.fails = rng.random() < 0.02
-        try:
-            engine.step()
-        except MemoryError:  # of a chunk beside a round: all that hold rows fail
-            assert memory.fails and scheduler.mixing and not scheduler.states
-        if steps % 3 == 0:
-            states_balance(engine, memory)
-        assert steps < 30_000, "somebody waits for ever"
-    states_balance(engine, memory)
-    assert not memory.rows and not scheduler.admission.allocations
+    coming = arrivals(rng, scheduler.admission.longest_text(140), 50)
+    requests = drive(engine, coming, rng, lambda: states_balance(engine, memory))
     for request in requests:
-        assert request.error is None or isinstance(request.error, MemoryError), "what the runner has found ends a request"
-        if not request.cancelled and request.error is None:
-            assert request.output.token_ids == memory.output(request)
         assert request.stats.cached_tokens == memory.begun.get(request, request.stats.cached_tokens)
     assert scheduler.admission.hit_tokens == sum(request.stats.cached_tokens for request in requests)
     assert engine.totals().stepped_back > 3 and (memory.hits > 5 * (budget > 1) if budget else not memory.hits)
