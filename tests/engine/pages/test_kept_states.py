@@ -88,9 +88,9 @@ def test_random_traffic(page_size: int, budget: int) -> None:
 WHOLE, PARTS = ChunkBudget(4000, 4000, 4000), ChunkBudget(20, 20, 20)
 
 
-def ask(engine: Engine[StateMemory], prompts: Sequence[Sequence[int]], tokens: int = 9) -> list[Request]:
+def ask(engine: Engine[StateMemory], prompts: Sequence[Sequence[int]], speculate: bool = True) -> list[Request]:
     """Requests that come at once, when they have ended."""
-    requests = [new_request(list(prompt), tokens) for prompt in prompts]
+    requests = [new_request(list(prompt), 9, speculate=speculate) for prompt in prompts]
     engine.submit(requests)
     while not engine.is_idle:
         engine.step()
@@ -207,6 +207,24 @@ def test_many_of_one_prompt_at_once_keep_one_state() -> None:
     engine.scheduler.admission.min_shared_to_wait = 1000  # nobody waits
     assert [request.stats.cached_tokens for request in ask(engine, [b] * 4)] == [0] * 4 and engine.runner.writes == 2
     assert cached(engine, [a, b]) == [80, 80]
+
+
+def test_a_state_outlives_pages_that_lack_the_drafters_part() -> None:
+    """Keeps out: a system prompt's state that is dropped once a text that speculates has computed its pages anew."""
+    engine, system = engine_of(4, 12, WHOLE), some(4, 97)
+    endings = [[*system, i, *some(i, 40)] for i in (0, 1, 2)]
+    for prompt in endings[:2]:
+        ask(engine, [prompt], speculate=False)
+    assert cached(engine, [endings[2], [*system, 2, 2, *some(8, 40)]]) == [0, 96]
+
+
+def test_a_state_that_nobody_finds_yet_is_kept_once_its_row_leaves() -> None:
+    """Keeps out: a state that made room for one which was written for nothing, because a row beside held the text's pages."""
+    engine, system = engine_of(4, 12, WHOLE), some(4, 97)
+    engine.scheduler.admission.min_shared_to_wait = 1000  # nobody waits
+    endings = [[*system, i, *some(i, 40)] for i in (0, 1, 2)]
+    ask(engine, endings)
+    assert engine.runner.writes == 3 and cached(engine, endings) == [136] * 3
 
 
 def test_conversations_need_one_state_each() -> None:
