@@ -8,16 +8,17 @@ Shapes: B rows, R some of them.
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
+from specdec.attention.backend import Backend
+from specdec.attention.caches.kv_cache import KVCache
 from specdec.attention.inputs import AttentionFn
 from specdec.batch.ragged import RaggedPrompts
 from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
 from specdec.models.recurrent.inputs import HybridPass
 from specdec.models.recurrent.pool import StatePool
+from specdec.models.target import Target
 from specdec.steps import Needs
 from specdec.verify.accept import Accepted
 from specdec.verify.states import StateRows
@@ -26,12 +27,18 @@ from specdec.verify.verifier import TargetVerifier
 
 
 class HybridVerifier(TargetVerifier):
-    """states: the pool, and the rows of the batch, that of padding included.  The rest is as of TargetVerifier."""
+    """pool: the states.  rows: those of the batch, that of padding included.  The rest is as of TargetVerifier.
+
+    Such a target has no encoder, and its ranks keep whole sequences.
+    """
 
     keeps_states = True
 
-    def __init__(self, *given: Any, pool: StatePool, rows: StateRows, **named: Any) -> None:
-        super().__init__(*given, **named)
+    def __init__(
+        self, model: Target, cache: KVCache, backend: Backend, aux_layers: tuple[int, ...] | None, pool: StatePool,
+        rows: StateRows,
+    ) -> None:  # fmt: skip
+        super().__init__(model, cache, backend, aux_layers)
         self.pool, self.rows = pool, rows
 
     def over_prompts(self, attention: AttentionFn, prompts: RaggedPrompts) -> AttentionFn:

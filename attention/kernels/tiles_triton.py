@@ -47,6 +47,8 @@ class PagedTiles(NamedTuple):
         block = self.block_n * key_bytes  # of each stage but one
         others = self.block_m * (query_bytes + self.block_n * 2)  # queries, and weights of 16 bits
         max_stages = 1 + (room - others) // block
+        if max_stages < 2 and self.block_m > 64:  # where a GPU has too little for so many wide queries
+            return self._replace(block_m=64, warps=4).within(room, key_bytes, query_bytes)
         return self if self.stages <= max_stages else self._replace(stages=max(1, max_stages))
 
 
@@ -76,7 +78,8 @@ def paged_tiles(
     each, and small where an SM holds two programs or three: with many rows, and for one query or a few of one row with many
     keys.  A single query has little to merge, so it is split further.  Beyond 64, arithmetic takes the time; with few rows and
     few keys, tiles of 64 then give more SMs work.
-    Long prompts have enough tiles for two programs an SM, one of which computes while the other waits.  float32 does not use
+    Long prompts have enough tiles for two programs an SM, one of which computes while the other waits.  Of heads wider than 128
+    an SM holds one program: of twice the rows, whose halves take turns, and nothing of it spills.  float32 does not use
     tensor cores, and larger tiles would spill registers.  8-bit keys are converted to 16 bits on the way into a product of 64
     rows or more; a smaller product would read them byte by byte.  Where only keys have 8 bits, products of 16 rows are faster
     all the same, and of 32 where there are many rows or no conversion.
@@ -111,12 +114,19 @@ def paged_tiles(
         if waves < 0.1 and max_keys > SHORT and D <= 128:
             return PagedTiles(32, keys(64), 4, 3, ctas_per_sm=2)
         return PagedTiles(32, keys(128), 4, 3) if waves < 0.8 else PagedTiles(32, keys(64), 4, 3)
+    return _of_many_rows(wanted, D, keys(64), causal, waves, max_keys)
+
+
+def _of_many_rows(wanted: int, D: int, block_n: int, causal: bool, waves: float, max_keys: int) -> PagedTiles:
+    """`paged_tiles` of 16-bit keys for more than 32 queries x heads.  block_n: keys of a step with 64 rows of D dims."""
+    if 128 < D <= 256 and causal and wanted > 128 and waves * wanted > 256:
+        return PagedTiles(128, block_n, 8, 3)
     if wanted == 64 or D > 128:
-        return PagedTiles(64, keys(64), 4, 4 if waves < 0.8 else 3)
+        return PagedTiles(64, block_n, 4, 4 if waves < 0.8 else 3)
     if causal and wanted > 128:
         return PagedTiles(128, 64, 8, 2, registers=128) if waves * wanted > 1024 else PagedTiles(64, 64, 4, 3)
     if wanted == 128 and waves < 0.1 and not causal and max_keys <= SHORT:
-        return PagedTiles(64, keys(128), 4, 2)
+        return PagedTiles(64, min(128, 2 * block_n), 4, 2)
     return PagedTiles(128, 64, 8, 3)
 
 

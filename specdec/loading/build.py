@@ -6,7 +6,6 @@ import gc
 import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -149,8 +148,12 @@ def _workers(model: Target, head: DraftModel | None, settings: EngineSettings, p
     cache = _cache(model, model.config, plan, settings, contexts)
     encoder_cache = _encoder_cache(model.config, settings) if longest else None
     rows = settings.options.max_batch_size + 1  # the last row is always padding
-    given = model, cache, backend, head.needs.features if head else None, encoder_cache, contexts
-    verifier = TargetVerifier(*given) if plan.states is None else _hybrid_verifier(given, settings, plan.states, rows)
+    given = model, cache, backend, head.needs.features if head else None
+    if plan.states is None:
+        verifier = TargetVerifier(*given, encoder_cache, contexts)
+    else:
+        assert encoder_cache is None and not contexts, "recurrent layers have neither"
+        verifier = HybridVerifier(*given, *_states(model.config, settings, plan.states, rows))
     # The drafter's numbers don't reach the text, so it runs what is fastest.
     draft_backend = make_backend(settings.attention_backend) if settings.numerics.is_invariant else backend
     drafter = head.worker(_drafter_context(head, draft_backend, settings, plan, rows)) if head else None
@@ -158,13 +161,12 @@ def _workers(model: Target, head: DraftModel | None, settings: EngineSettings, p
     return Workers(verifier, drafter, BatchState.empty(rows, settings.pages_per_sequence, **sizes, device=settings.device))
 
 
-def _hybrid_verifier(given: tuple[Any, ...], settings: EngineSettings, states: StatePlan, rows: int) -> TargetVerifier:
-    """given: what TargetVerifier is made of."""
-    config: ModelConfig = given[0].config
+def _states(config: ModelConfig, settings: EngineSettings, plan: StatePlan, rows: int) -> tuple[StatePool, StateRows]:
+    """The memory of a target's recurrent layers, and what the rows know of it."""
     assert config.recurrent is not None
-    sizes = states.numbers, states.with_nodes, states.nodes
+    sizes = plan.numbers, plan.with_nodes, plan.nodes
     pool = StatePool(config.recurrent, config.recurrent_layers, *sizes, settings.dtype, settings.device)
-    return HybridVerifier(*given, pool=pool, rows=StateRows.empty(rows, states.nodes, settings.device))
+    return pool, StateRows.empty(rows, plan.nodes, settings.device)
 
 
 def _drafter_context(head: DraftModel, backend: Backend, settings: EngineSettings, plan: PoolPlan, rows: int) -> DrafterContext:

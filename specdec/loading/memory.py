@@ -122,14 +122,16 @@ def pool_plan(
         takes_all = settings.device.type == "cuda" or options.kv_cache_memory != "auto"
         kept = most if takes_all else min(most, HOST_KEPT_BATCHES * batches + 1)
         wanted = [max(pages, kept) for pages in wanted]
-    states = plan_states(configs[0], settings, memory)
-    beside = source_bytes(configs[0], settings) + scratch_bytes(configs[0], settings) + (states.bytes if states else 0)
+    beside = source_bytes(configs[0], settings) + scratch_bytes(configs[0], settings)
+    fewest = 2 * page_bytes[0] + sum(map(mul, needed[1:], page_bytes[1:]))
+    states = plan_states(configs[0], settings, memory, beside + fewest)
+    beside += states.bytes if states else 0
     memory -= beside
     num_pages = share_memory(memory, wanted, page_bytes, needed)
     plan = PoolPlan(groups, num_pages, page_bytes, states)
     if min(num_pages) < 2 or (len(groups) > 1 and plan.bytes > memory):
         if options.kv_cache_memory != "auto":
-            least = beside + 2 * page_bytes[0] + sum(map(mul, needed[1:], page_bytes[1:]))
+            least = beside + fewest
             raise ValueError(
                 f"kv_cache_memory must hold at least a page besides the one for padding, {least} bytes here, got "
                 f"{options.kv_cache_memory!r}; nearest setting that works: kv_cache_memory={least}"
@@ -172,11 +174,12 @@ def scratch_bytes(target: ModelConfig, settings: EngineSettings) -> int:
     return settings.scratch_room * sum(map(layout.layer_bytes, set(target.key_sources)))
 
 
-def plan_states(target: ModelConfig, settings: EngineSettings, memory: float = 0.0) -> StatePlan | None:
+def plan_states(target: ModelConfig, settings: EngineSettings, memory: float = 0.0, others: int = 0) -> StatePlan | None:
     """The states of a target's recurrent layers; None: it has none.
 
-    memory: bytes for them and the KV pool together, of which some are for states that are kept.
-    ValueError if state_cache holds no state, or leaves no memory for pages.
+    memory: bytes for them and the KV pool together, of which some are for states that are kept.  others: bytes of it that the
+        fewest pages take, and what else is neither.
+    ValueError if state_cache holds no state, or leaves too little memory.
     """
     sizes, layers, spec = target.recurrent, len(target.recurrent_layers), settings.spec
     if sizes is None:
@@ -185,24 +188,28 @@ def plan_states(target: ModelConfig, settings: EngineSettings, memory: float = 0
     rows = RESERVED_STATES + 2 * settings.options.max_batch_size
     state, node = layers * sizes.state_bytes(settings.dtype), layers * sizes.node_bytes(settings.dtype)
     plan = StatePlan(rows, nodes, 0, state, node)
-    return plan._replace(kept=_kept_states(plan, settings, memory)) if settings.options.prefix_caching else plan
+    return plan._replace(kept=_kept_states(plan, settings, memory, others)) if settings.options.prefix_caching else plan
 
 
-def _kept_states(plan: StatePlan, settings: EngineSettings, memory: float) -> int:
-    """How many states are kept besides those of the plan."""
-    asked = settings.options.state_cache
+def _kept_states(plan: StatePlan, settings: EngineSettings, memory: float, others: int) -> int:
+    """How many states are kept besides those of the plan.  See `plan_states`."""
+    asked, least, free = settings.options.state_cache, plan.state_bytes, int(memory) - plan.bytes - others
     size = asked if isinstance(asked, int) else memory * (STATE_SHARE if isinstance(asked, str) else asked)
-    if asked != "auto" and not plan.state_bytes <= size < memory - plan.bytes:
-        least, most = plan.state_bytes, max(0, int(memory) - plan.bytes)
-        nearest = repr("auto") if size >= least or least >= most else least
+    nearest = "state_cache='auto'" if size >= least else f"state_cache={least}"
+    if free < least:  # the rows' states alone fill it
+        more = f"kv_cache_memory={plan.bytes + others + least}"
+        is_given = settings.options.kv_cache_memory != "auto"
+        nearest = f"{more} and state_cache={least}" if is_given else f"a max_batch_size below {settings.options.max_batch_size}"
+    if asked != "auto" and not least <= size <= free:
         raise ValueError(
-            f"state_cache must hold a state, {least} bytes here, and leave some of the {most} bytes for pages, got {asked!r}; "
-            f"nearest setting that works: state_cache={nearest}"
+            f"state_cache must hold a state, {least} bytes here, and leave some of the {max(0, int(memory) - plan.bytes)} "
+            f"bytes for pages, which rows' states leave of {int(memory)}, got {asked!r}; nearest setting that works: {nearest}"
         )
-    if not (kept := min(MAX_KEPT_STATES, int(size / plan.state_bytes))):
+    if not (kept := min(MAX_KEPT_STATES, int(min(size, max(0, free)) / least))):
         warnings.warn(
-            f"prefix_caching=True finds nothing: a state of this target takes {plan.state_bytes} bytes, and state_cache='auto' "
-            f"is a tenth of {int(memory)}; nearest setting that finds something: state_cache={plan.state_bytes}",
+            f"prefix_caching=True finds nothing: a state of this target takes {least} bytes, and state_cache='auto' is a tenth "
+            f"of {int(memory)}, of which rows' states and a page leave {max(0, free)}; nearest setting that finds something: "
+            f"{nearest}",
             stacklevel=2,
         )
     return kept

@@ -19,11 +19,11 @@ FREE = ("steps", "eval_every", "eval_prompts", "keep_states", "layout")  # setti
 
 
 def prepare_out(out: str | Path, resume: bool, overwrite: bool, keep: Iterable[str | Path] = ()) -> Path:
-    """Makes the folder, and leaves what it holds: see `forget_run`.
+    """The folder of a run, which `begin_run` makes: until then, a run that is refused leaves no trace.
 
     resume, overwrite: which of the two the caller asked for, if any; either allows a folder that holds a run.
 
-    ValueError if it can't be made, holds a model or a run, or is one of the folders to keep.
+    ValueError if it can't be made (it is tried), holds a model or a run, or is one of the folders to keep.
     """
     if str(out) == "":  # which a Path takes for the current folder
         raise ValueError("out: expected a folder, got ''; nearest thing that works: --out .")
@@ -43,18 +43,25 @@ def prepare_out(out: str | Path, resume: bool, overwrite: bool, keep: Iterable[s
         raise ValueError(f"resume: expected a folder that holds a run, got {folder}, which holds none; start without --resume")
     if resume and overwrite:
         raise ValueError("overwrite: expected one of resume and overwrite, got both")
+    made = [each for each in (folder, *folder.parents) if not each.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"out: expected a folder that can be written, got {folder}: {error}") from error
     if not os.access(folder, os.W_OK):
         raise ValueError(f"out: expected a folder that can be written, got {folder}: permission is denied")
+    for each in made:
+        each.rmdir()
     return folder
 
 
-def forget_run(folder: Path) -> None:
-    """Removes what a run could go on from.  To be called once a new run is sure to begin: what it replaces took hours."""
-    for name in RUN_FILES:
+def begin_run(folder: Path, overwrite: bool) -> None:
+    """Makes the folder; to overwrite, it removes what a run could go on from.
+
+    To be called once a new run is sure to begin: what it replaces took hours.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in RUN_FILES if overwrite else ():
         (folder / name).unlink(missing_ok=True)
 
 

@@ -37,7 +37,7 @@ from specdec.models.target import Target
 from specdec.options import EngineOptions, usable_cpus
 from specdec.screen.progress import show_progress
 from specdec.train.block_loss import block_loss
-from specdec.train.folder import check_same, fingerprint, forget_run, prepare_out, text_fingerprint
+from specdec.train.folder import begin_run, check_same, fingerprint, prepare_out, text_fingerprint
 from specdec.train.heads.files import layout_fault, save
 from specdec.train.heads.fresh import new_head, spec_of
 from specdec.train.loop import Progress, TrainingCheckpoint, fit, make_optimizer, schedule_of
@@ -94,8 +94,7 @@ def train_head(
     notes = [*corpus.notes, f"{len(prompts)} prompts to measure the finished head with", _memory(run, model, layers)]
     print("\n".join(notes), flush=True)
     set_training_threads(decoder.settings.device, threads)
-    if overwrite:
-        forget_run(folder)
+    begin_run(folder, overwrite)
     made_of = _origin(model, corpus.train)
     rows = _rows(decoder, corpus.train, run, made_of, folder / "self_text.pt", resume).to(decoder.settings.device)
     draft_ids_V = frequent_ids(rows.cpu(), run.draft_vocab_size or model.config.vocab_size, model.config.vocab_size)

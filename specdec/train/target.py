@@ -23,7 +23,7 @@ from specdec.loading.threads import set_training_threads, using_threads
 from specdec.models.transformers_backend.make import alone
 from specdec.options import EngineOptions
 from specdec.screen.progress import show_progress
-from specdec.train.folder import fingerprint, forget_run, prepare_out
+from specdec.train.folder import begin_run, fingerprint, prepare_out
 from specdec.train.loop import Progress, TrainingCheckpoint, fit, make_optimizer, schedule_of
 from specdec.train.settings import TargetRun
 from specdec.train.text.documents import SEPARATOR, Document, read_documents
@@ -201,8 +201,7 @@ def train_target(
     with show_progress("train", "parts") as show:
         show("reading texts", 0, 1)
         tokenizer, main, side, held_rows, heldout_openings = _load(run, texts, extra, split, device, prompts)
-    if overwrite:
-        forget_run(out)
+    begin_run(out, overwrite)
     if heldout_openings:
         lines = [json.dumps({"prompt": line}, ensure_ascii=False) for line in heldout_openings]
         (out / "prompts.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")

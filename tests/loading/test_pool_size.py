@@ -121,6 +121,16 @@ def test_kept_states_take_what_was_asked(zoo: Zoo) -> None:
         with pytest.raises(ValueError, match=said):
             kept(kv_cache_memory=memory, state_cache=asked)
     assert kept(kv_cache_memory=memory, state_cache=size)[0] == 1
+    for asked in (0.5, size, 10**9):  # rows' states take six
+        with pytest.raises(ValueError, match=f"{size} bytes here, .* nearest .* kv_cache_memory=.* and state_cache=") as error:
+            kept(kv_cache_memory=6 * size + 300, state_cache=asked)
+        least, own = (int(number) for number in re.findall(r"=(\d+)", str(error.value))[-2:])
+        assert own == size and kept(kv_cache_memory=(memory := least), state_cache=own)[0] == 1
+    with pytest.raises(ValueError, match="kv_cache_memory must hold at least a page") as error:
+        kept(kv_cache_memory=300)
+    memory = int(str(error.value).rpartition("=")[2])
+    with pytest.warns(UserWarning, match=f"finds nothing.* nearest .* and state_cache={size}"):
+        assert kept(kv_cache_memory=memory)[0] == 0
 
 
 def test_memory_for_states_that_nobody_keeps_is_refused(zoo: Zoo) -> None:

@@ -15,7 +15,7 @@ from specdec.cli import main as run_specdec
 from specdec.models.config import RopeConfig
 from specdec.models.keys.rope import parse_rope
 from specdec.train.__main__ import SPLITS, main
-from specdec.train.folder import check_same, fingerprint, forget_run, prepare_out
+from specdec.train.folder import begin_run, check_same, fingerprint, prepare_out
 from specdec.train.heads.safeailab import rope_keys
 from specdec.train.settings import HeadRun, TargetRun
 from specdec.train.text import documents
@@ -103,14 +103,15 @@ def test_nothing_held_out_is_nearly_trained_on(tmp_path: Path) -> None:
 
 
 def test_what_a_run_must_not_overwrite(tmp_path: Path) -> None:
-    """Keeps out: a finished head, or the target itself, replaced without a question."""
-    target, out = tmp_path / "target", tmp_path / "out"
+    """Keeps out: a finished head, or the target itself, replaced without a question; folders that a refused run leaves."""
+    target, out = tmp_path / "target", tmp_path / "new" / "out"
     target.mkdir()
     (target / "config.json").write_text("{}")
     for flags in ((False, False), (True, False), (False, True)):
         with pytest.raises(ValueError, match="holds the target"):
             prepare_out(target, *flags, keep=[target])
-    assert prepare_out(out, False, False, keep=[target]) == out
+    assert prepare_out(out, False, False, keep=[target]) == out and not out.parent.exists()
+    begin_run(out, overwrite=False)
     (out / "checkpoint.pt").write_text("")
     with pytest.raises(ValueError, match="--resume"):
         prepare_out(out, False, False)
@@ -118,7 +119,7 @@ def test_what_a_run_must_not_overwrite(tmp_path: Path) -> None:
     assert (out / "checkpoint.pt").exists()
     prepare_out(out, False, True)
     assert (out / "checkpoint.pt").exists(), "text that can't be used ends the run only after this"
-    forget_run(out)
+    begin_run(out, overwrite=True)
     assert not (out / "checkpoint.pt").exists()
     with pytest.raises(ValueError, match="--out ."):
         prepare_out("", False, False)

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import torch
 
 from specdec.models.causal_lm import CausalLM, MakeLayer
-from specdec.models.checkpoints.checkpoint import Checkpoint
+from specdec.models.checkpoints.checkpoint import Checkpoint, config_path
 from specdec.models.checkpoints.loader import Parts, build, copy_, fill_layer, fill_linear, fill_norm
 from specdec.models.checkpoints.mistaken import refuse_head_tensors
-from specdec.models.checkpoints.mtp_names import mtp_prefixes
+from specdec.models.checkpoints.mtp_names import mtp_prefixes, refuse_uncounted
 from specdec.models.checkpoints.unsaid_quantisation import refuse_unsaid_quantisation
 from specdec.models.config import ModelConfig
-from specdec.models.keys.wrappers import WRAPPERS
+from specdec.models.keys.wrappers import WRAPPERS, refuse_wrapped
 from specdec.models.schemes.config import AT_LOAD
 from specdec.models.sharding import share_of
 from specdec.parallel.shard import WHOLE, Shard
@@ -78,7 +78,9 @@ def check_tensors(checkpoint: Checkpoint, family: Family, config: ModelConfig) -
     A few sizes are compared first, so that no absurd one makes a module.  Then the target is filled as it will be, but without
     numbers, in no memory.  config: the whole model's.
     """
-    headers = checkpoint.headers()
+    headers, names, where = checkpoint.headers(), checkpoint.names(), str(config_path(checkpoint.folder))
+    refuse_wrapped(names, config.family, where)
+    refuse_uncounted(names, config, where)
     headers.expect_layers("model.layers", config.num_layers)
     headers.expect("model.embed_tokens.weight", (config.vocab_size, config.hidden_size), "vocab_size and hidden_size")
     family.expect(headers, config)

@@ -5,6 +5,8 @@ Targets leave these tensors where they are; a drafter may load them.  This modul
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from specdec.models.config import ModelConfig
 from specdec.models.keys.shared import MTP_COUNT
 
@@ -32,3 +34,15 @@ def mtp_prefixes(config: ModelConfig) -> tuple[str, ...]:
     if own is None:
         return tuple(f"model.layers.{config.num_layers + index}." for index in numbers)
     return tuple(f"{prefix}{index}." for index in numbers for prefix in own)
+
+
+def refuse_uncounted(names: Collection[str], config: ModelConfig, where: str) -> None:
+    """ValueError if a config of a hybrid counts no MTP layers, and there are some.  where: its file."""
+    prefix = _OF_ALL_LAYERS.get(config.family)
+    if prefix is None or config.mtp_layers or not (own := sorted(name for name in names if name.startswith(prefix))):
+        return
+    layers = {name.removeprefix(f"{prefix}layers.").partition(".")[0] for name in own if name.startswith(f"{prefix}layers.")}
+    raise ValueError(
+        f"{where}: {count_key(config.family)} must say how many MTP layers the checkpoint holds, got 0 (or no such key), and "
+        f"{len(own)} tensors like {own[0]!r}; nearest thing that works: {count_key(config.family)} {max(1, len(layers))}"
+    )

@@ -61,13 +61,18 @@ def refuse_unknown(raw: dict[str, Any], known: frozenset[str], where: str) -> No
         raise NotComputedHere(f"{where}: unknown config keys {', '.join(unknown)}; they may change what the model computes")
 
 
-def check_types(types: Any, count: int, where: str) -> None:
-    """ValueError if layer_types is no list of so many kinds that are known."""
-    message = f"{where}: layer_types must be {count} of full_attention or {WINDOWED}, got {types!r}"
-    if not isinstance(types, list) or len(types) != count or not all(isinstance(kind, str) for kind in types):
-        raise ValueError(message)
-    if set(types) - {"full_attention", WINDOWED}:
-        raise NotComputedHere(message)
+def check_types(types: Any, count: int, where: str, other: str = WINDOWED) -> None:
+    """ValueError if layer_types is no list of so many kinds that are known.  other: the kind beside full_attention."""
+    message = f"{where}: layer_types must be {count} of full_attention or {other}"
+    if not isinstance(types, list) or not all(isinstance(kind, str) for kind in types):
+        raise ValueError(f"{message}, got {types!r}"[:500])
+    if len(types) != count:
+        raise ValueError(
+            f"{message}, by num_hidden_layers, got {len(types)} of them; nearest thing that works: both as the weights "
+            "have layers"
+        )
+    if unknown := set(types) - {"full_attention", other}:
+        raise NotComputedHere(f"{message}, got {', '.join(sorted(unknown))}"[:500])
 
 
 def windowed_from(first: int, count: int, window: int | None) -> list[str]:

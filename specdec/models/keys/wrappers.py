@@ -6,7 +6,7 @@ are known by how their names begin, and passed over.  This file knows no weights
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from specdec.models.checkpoints.config_values import NotComputedHere, flag, mapping, text
@@ -42,6 +42,17 @@ _OF_ALL = frozenset(
     "architectures bos_token_id dtype eos_token_id initializer_range model_type pad_token_id quantization_config "
     "compression_config tie_word_embeddings torch_dtype transformers_version unsloth_fixed unsloth_version use_cache".split()
 )
+
+
+def refuse_wrapped(names: Iterable[str], family: str, where: str) -> None:
+    """ValueError if a text model's config stands beside tensors of its wrapper.  family: its model_type.  where: its file."""
+    for model_type, wrapper in WRAPPERS.items():
+        if wrapper.text_type == family and (name := next((name for name in names if name.startswith(wrapper.inside)), None)):
+            raise ValueError(
+                f"{where}: model_type must be {model_type!r}, since tensors are named as in that wrapper ({name!r}), got "
+                f"{family!r}; nearest thing that works: the wrapper's own config.json, or model_type {model_type!r} and all of "
+                "this file as text_config"
+            )
 
 
 def unwrapped(raw: dict[str, Any], where: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from specdec.models.checkpoints.config_values import MAX_LAYERS, NotComputedHere
 from specdec.models.checkpoints.mtp_names import count_key
 from specdec.models.config import ModelConfig
 from specdec.models.keys.rope import without_mrope
-from specdec.models.keys.shared import require
+from specdec.models.keys.shared import check_types, require
 from specdec.models.keys.wrappers import WRAPPERS
 from specdec.models.mixtures.keys import TOP_K, layer_numbers, only, read_decoder, with_experts
 from specdec.models.mixtures.rules import ExpertsConfig
@@ -73,11 +73,7 @@ def _layer_kinds(raw: dict[str, Any], count: int, where: str) -> tuple[LayerKind
     interval = whole(raw, "full_attention_interval", where, 4)
     if types is None:
         types = [LINEAR if (layer + 1) % interval else "full_attention" for layer in range(count)]
-    message = f"{where}: layer_types must be {count} of full_attention or {LINEAR}, got {types!r}"[:500]
-    if not isinstance(types, list) or len(types) != count or not all(isinstance(kind, str) for kind in types):
-        raise ValueError(message)
-    if set(types) - {"full_attention", LINEAR}:
-        raise NotComputedHere(message)
+    check_types(types, count, where, LINEAR)
     if len(set(types)) == 1:
         raise NotComputedHere(
             f"{where}: layers must be of both kinds, by layer_types, or by full_attention_interval {interval} where that is "

@@ -35,6 +35,7 @@ from specdec.models.mixtures.layer import MixtureOfExperts
 from specdec.models.qwen_hybrid.config import LINEAR, NEXT, parse_qwen_hybrid
 from specdec.models.qwen_hybrid.modules import GatedAttention, GatedDeltaNet, hybrid_layer
 
+MAX_RATE = 50  # of A_log: a rate of exp(50) a token forgets everything, and exp(89) is infinite in float32
 UNSAID = {
     "layer_types": f"three of {LINEAR} to one of full_attention, or by full_attention_interval",
     "tie_word_embeddings": "false: the output layer is a matrix of its own",
@@ -91,10 +92,21 @@ def _fill_delta_net(net: GatedDeltaNet, checkpoint: Checkpoint, prefix: str) -> 
     copy_run(conv, checkpoint, f"{prefix}.conv1d.weight", queries_first)
     copy_(net.norm_E, checkpoint, f"{prefix}.norm.weight")
     own = net.shard.piece(whole.value_heads)
+    _expect_decays(checkpoint, f"{prefix}.A_log", whole.value_heads)
     net.A_log_V, net.dt_bias_V = (
         fill_float32(empty, checkpoint, f"{prefix}.{name}", own, whole.value_heads)
         for empty, name in ((net.A_log_V, "A_log"), (net.dt_bias_V, "dt_bias"))
     )
+
+
+def _expect_decays(checkpoint: Checkpoint, name: str, heads: int) -> None:
+    """ValueError for a rate of decay whose exponential float32 can't hold, or almost; NaN and infinity are named later."""
+    rates_V = checkpoint.take(name, (heads,))
+    if checkpoint.has_data and (most := float(rates_V.float().nan_to_num(0, 0, 0).max())) > MAX_RATE:
+        raise checkpoint.refuse(
+            name, f"must hold logarithms of rates of decay, at most {MAX_RATE}, got {most:g}; a text's state would be "
+            "forgotten at each token: was training or conversion broken?"
+        )  # fmt: skip
 
 
 def _fill_mixture(moe: MixtureOfExperts, checkpoint: Checkpoint, prefix: str) -> None:
@@ -110,6 +122,8 @@ def _expect(checkpoint: Checkpoint, config: ModelConfig) -> None:
     attention = f"model.layers.{min(set(range(config.num_layers)) - set(recurrent))}.self_attn"
     checkpoint.expect_matrix(f"{attention}.q_proj", (2 * config.num_heads * D, H), "num_attention_heads, head_dim, hidden_size")
     checkpoint.expect_matrix(f"{attention}.k_proj", (config.num_kv_heads * D, H), "num_key_value_heads, head_dim, hidden_size")
+    if config.qkv_bias:
+        _expect_bias(checkpoint, f"{attention}.q_proj.bias", 2 * config.num_heads * D)
     net, outputs = f"model.layers.{recurrent[0]}.linear_attn", sizes.kinds[2]
     fused, rows = ("in_proj_qkvz", sizes.channels + outputs) if config.family == NEXT else ("in_proj_qkv", sizes.channels)
     checkpoint.expect_matrix(f"{net}.{fused}", (rows, H), "the linear_* sizes of heads and hidden_size")
@@ -117,6 +131,15 @@ def _expect(checkpoint: Checkpoint, config: ModelConfig) -> None:
     checkpoint.expect(f"{net}.A_log", (sizes.value_heads,), "linear_num_value_heads")
     checkpoint.expect(f"{net}.norm.weight", (sizes.value_width,), "linear_value_head_dim")
     expect_mixture(checkpoint, config, NAMES)
+
+
+def _expect_bias(checkpoint: Checkpoint, name: str, rows: int) -> None:
+    if name not in checkpoint:
+        raise ValueError(
+            f"{config_path(checkpoint.folder)}: attention_bias is true, but tensor {name!r} is missing; nearest thing that "
+            "works: attention_bias false, if none of the attention layers has a bias"
+        )
+    checkpoint.expect(name, (rows,), "attention_bias, num_attention_heads and head_dim")
 
 
 def _expect_kinds(checkpoint: Checkpoint, config: ModelConfig) -> None:

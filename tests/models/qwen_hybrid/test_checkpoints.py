@@ -182,6 +182,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("qwen3_next", {"layer_types": ["linear_attention"] * 4}, "layers must be of both kinds"),
     ("qwen3_next", {"layer_types": ["sliding_attention"] * 4}, "layer_types must be 4 of full_attention or linear_attention"),
+    ("qwen3_next", {"num_hidden_layers": 3}, "layer_types must be 3 of .*, by num_hidden_layers, got 4 of them; nearest thing"),
+    ("qwen3_next", {"attention_bias": True}, "attention_bias is true, but tensor 'model.layers.2.*bias' is missing; nearest"),
     ("qwen3_5_text", {"attn_output_gate": False}, "attn_output_gate must be True, got False"),
     ("qwen3_5_text", {"output_gate_type": "sigmoid"}, "output_gate_type must be 'swish' or 'silu', .*got 'sigmoid'"),
     ("qwen3_5_text", {"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype must be 'float32'"),
@@ -227,6 +229,19 @@ def test_tensors_are_strict_and_ranks_that_do_not_fit_are_named(folders: dict[st
     save_file(tensors | {"model.norm.weight": torch.zeros(32)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=re.escape("'model.language_model.norm.weight' and 'model.norm.weight' are one")):
         check_chosen(choose_target(tmp_path), tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({**COMMON, **DENSE, "model_type": "qwen3_5_text"}))
+    with pytest.raises(
+        ValueError, match=r"must be 'qwen3_5', since .*'model\.language_model\..*got 'qwen3_5_text'; nearest thing"
+    ):
+        check_chosen(choose_target(tmp_path), tmp_path)
+    tensors = load_file(folders["qwen3_5_text"] / "model.safetensors")
+    save_file(tensors | {"mtp.layers.0.x": torch.zeros(2), "mtp.y": torch.zeros(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"got 0 .* 2 tensors like 'mtp\.layers\.0\.x'; .* mtp_num_hidden_layers 1$"):
+        check_chosen(choose_target(tmp_path), tmp_path)
+    name = "model.layers.0.linear_attn.A_log"
+    save_file(tensors | {name: torch.tensor([0.0, 60.0, 1.0, 2.0])}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=rf"'{re.escape(name)}' must hold logarithms .* at most 50, got 60; "):
+        load(tmp_path)
     options = EngineOptions(device="cpu", max_seq_len=64, tensor_parallel_size=4)
     with pytest.raises(ValueError, match=r"2 key heads of recurrent layers .* got 4; nearest setting .*tensor_parallel_size=2"):
         check_pair(folders["qwen3_5_text"], None, None, options)
