@@ -47,6 +47,7 @@ class ExpertTiles(NamedTuple):
     unroll: steps of 128 columns between two looks at the pipeline.  splits: programs that share the experts of a tile of rows
         of the second product in few_tokens_triton.py.
     slices: of a row's columns, which a program's warps share instead of the rows; more than one are as many as warps.
+    prefetch: bytes of each row that the second product of a single token in few_tokens_triton.py asks for before its wait.
     """
 
     block_m: int
@@ -56,6 +57,7 @@ class ExpertTiles(NamedTuple):
     unroll: int = 1
     splits: int = 1
     slices: int = 1
+    prefetch: int = 512
 
 
 class MixtureTiles(NamedTuple):
@@ -84,7 +86,7 @@ def few_tokens_tiles(tokens: int, kind: ExpertsKind) -> MixtureTiles:
         return _few(ExpertTiles(block_m, 64, 4, 3), ExpertTiles(block_m, 128, 4, 3, splits=8))
     if tokens == 1:
         return _few(ExpertTiles(block_m, 32, 2, 4), ExpertTiles(block_m, 32, 2, 4, splits=8))
-    return _few(ExpertTiles(block_m, 32, 1, 5), ExpertTiles(block_m, 16, 1, 4, splits=8))
+    return _few(ExpertTiles(block_m, 16, 1, 5), ExpertTiles(block_m, 16, 1, 4, splits=8))
 
 
 def _few(gate_up: ExpertTiles, down: ExpertTiles) -> MixtureTiles:

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from specdec.ops.products.tiles.experts import ExpertTiles
 
 MOST = 64  # tokens: bits of a mask
-PREFETCH = 512  # bytes of each row that are prefetched into L2 before the wait
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -286,7 +285,7 @@ def launch_few_down(
         none if gate is None else gate, y, partials, arrivals, T, **values, A=A, D=x_DTK.shape[0],
         PADDED_D=triton.next_power_of_2(x_DTK.shape[0]), ONE_TOKEN=T == 1, HAS_SHARED=shared is not None,
         HAS_GATE=gate is not None, PARTIALS=store_partials, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
-        SPLITS=tiles.splits, UNROLL=tiles.unroll, SLICES=tiles.slices, STAGES=tiles.stages, PREFETCH=PREFETCH,
+        SPLITS=tiles.splits, UNROLL=tiles.unroll, SLICES=tiles.slices, STAGES=tiles.stages, PREFETCH=tiles.prefetch,
         num_warps=tiles.warps, num_stages=tiles.stages, **chained(x_DTK.device),
     )  # fmt: skip
     return y
