@@ -210,7 +210,7 @@ def doubling_context(config: ModelConfig) -> float:
     """
     H, heads_D = config.hidden_size, config.num_heads * config.head_dim
     kv_D = config.num_kv_heads * config.head_dim
-    products = 2.0 * config.num_layers * (H * (2 * heads_D + 2 * kv_D) + 3 * H * config.intermediate_size)
+    products = 2.0 * config.num_layers * (H * (2 * heads_D + 2 * kv_D) + 3 * H * config.width_of_mlp)
     growing = config.key_operations
     return math.inf if not growing else devices.ATTENTION_EFFICIENCY * products / growing
 
@@ -275,10 +275,14 @@ def free_memory(device: torch.device) -> None:
 def max_captured_cost(model: Target, head: DraftModel | None) -> int:
     """The largest cost of a chunk that is captured: up to it, a GPU computes the chunk faster than a slow host launches it.
 
-    The time to launch a layer does not depend on the layer's size, while the time of its kernels grows with its weights.
+    The time to launch a layer does not depend on the layer's size, while the time of its kernels grows with the weights that a
+    token is multiplied with: of a stack of experts, those that it chooses.
     """
     layers = sum(config.num_layers for config in (model.config, *(head.needs.models if head else ())))
-    weights = sum(p.numel() for p in {*model.parameters(), *(head.parameters() if head else ())} if p.dim() > 1)
+    experts = model.config.experts
+    share = experts.router.top_k / experts.count if experts else 1.0
+    every = {*model.parameters(), *(head.parameters() if head else ())}
+    weights = sum(p.numel() * (share if p.dim() > 2 else 1.0) for p in every if p.dim() > 1)
     most = int(layers * devices.LAUNCH_SECONDS_A_LAYER * devices.PRODUCTS_A_SECOND / max(1, weights))
     most = min(most, devices.CHUNK_COST["cuda"][2])
     # Longer chunks of a model that keeps latents run different kernels, depending on how much of the prompt is in the cache.

@@ -207,6 +207,15 @@ class ModelConfig:
         return 4.0 * self.num_heads * self.head_dim * sum(kind.span is None for kind in self.key_kinds)
 
     @property
+    def width_of_mlp(self) -> float:
+        """Of the MLPs that a token passes in a layer together, on average over the layers."""
+        if self.experts is None:
+            return float(self.intermediate_size)
+        chosen = self.experts.router.top_k * self.experts.intermediate_size + self.experts.shared_size
+        dense = len(self.experts.dense_layers) / self.num_layers
+        return dense * self.intermediate_size + (1 - dense) * chosen
+
+    @property
     def split_width(self) -> int:
         """The width of values that are not as wide as their keys, as wide as two heads if differential; 0: they are."""
         return 2 * self.head_dim if self.differential else self.value_width

@@ -3,8 +3,12 @@
 from typing import Any
 
 import pytest
+import torch
 
-from specdec.models.mixtures.loader import FAMILIES
+from specdec.loading.build import max_captured_cost
+from specdec.models.causal_lm import CausalLM
+from specdec.models.checkpoints.loader import build
+from specdec.models.mixtures.loader import FAMILIES, mixture_layer
 
 COMMON: dict[str, Any] = dict(
     architectures=["X"], attention_dropout=0.0, bos_token_id=1, eos_token_id=2, hidden_act="silu", initializer_range=0.02,
@@ -93,6 +97,18 @@ def test_the_published_config_is_understood(raw: dict[str, Any], numbers: tuple[
     assert found == numbers and config.rope.theta == thetas.get(config.family, 1e6)
     assert config.rope.rotated == (64 if raw in (AIR, M2) else 0)
     assert config.head_dim == 128 and {kind.window for kind in config.layer_kinds} == {None}
+
+
+def test_a_chunk_costs_what_its_tokens_are_multiplied_with() -> None:
+    """Keeps out: prompts that no graph captures, because experts count whom nobody chose; and chunks cut short, because an
+    expert's width counts alone."""
+    config = FAMILIES["qwen3_moe"].parse(QWEN3, "config.json")
+    assert config.width_of_mlp == 8 * 768 and FAMILIES["glm4_moe"].parse(AIR, "config.json").width_of_mlp == pytest.approx(
+        (10944 + 45 * 9 * 1408) / 46
+    )
+    model = build(lambda: CausalLM(config, 16, mixture_layer), torch.device("meta"), torch.bfloat16)
+    billions = sum(p.numel() for p in model.parameters()) / 1e9
+    assert 30 < billions < 31 and max_captured_cost(model, None) > 4096
 
 
 @pytest.mark.parametrize("fmt", ["e4m3", "float8_e4m3fn"])

@@ -127,7 +127,7 @@ def test_without_a_gpu_or_with_gradients_it_is_torch() -> None:
 def test_tiles_are_ones_that_a_hopper_runs(dtype: torch.dtype) -> None:
     """Keeps out: more shared memory than an SM has, more split tiles than counters, rows that no tile holds."""
     for M in (*range(66), 100, 128, 129, 160, 192, 193, 257, 1024, 1025):
-        for N in (2, 256, 1400, 4096, 6144, 16383, 19456, 28672, 128256):
+        for N in (2, 256, 1400, 4096, 5120, 6144, 16383, 19456, 28672, 128256):
             for K in (16, 256, 4096, 14336, 28672):
                 for kind, partials in ((H100, True), (H200, False), (H200, True)):
                     tiles = product_tiles(M, N, K, dtype, N == 28672, kind, partials)
@@ -142,6 +142,15 @@ def test_tiles_are_ones_that_a_hopper_runs(dtype: torch.dtype) -> None:
                         assert tiles.splits == 1 or -(-N // tiles.block_n) <= ARRIVALS
                         if tiles.kernel == "stream_hopper":
                             assert kind == H200 and N % 8 == K % 8 == 0 and tiles.splits <= -(-K // tiles.block_k)
+
+
+def test_no_wave_of_programs_is_nearly_empty() -> None:
+    """Keeps out: the tiles of Qwen3.5-27B's MLP falling back to 80 programs on 132 SMs, and to a third wave of 16."""
+    for M in (1, 6, 32, 64):
+        down = product_tiles(M, 5120, 17408, torch.bfloat16, False, H200, True)
+        gate_up = product_tiles(M, 34816, 5120, torch.bfloat16, True, H200, False)
+        assert down is not None and gate_up is not None
+        assert down.splits == 3 and 2 * down.shared_bytes(2) <= 232_448 < 2 * gate_up.shared_bytes(2)
 
 
 @pytest.mark.parametrize(

@@ -103,8 +103,9 @@ def _tiles_hopper(M: int, N: int, K: int, gated: bool, partials: bool) -> Produc
     """Tiles of stream_hopper.py's or gated_hopper.py's kernel in 16 bits; None where neither can run or was found to be faster.
 
     Where there are fewer tiles than SMs, programs share a tile's columns so that nearly every SM has one program, which takes
-    all of its shared memory; elsewhere two programs share an SM.  Measured: benchmarks/products/README.md, "Why the tiles and
-    rules are what they are".
+    all of its shared memory; elsewhere two programs share an SM, unless few would be left for the last wave.  Tiles for most
+    SMs, but not all, are shared by programs for two an SM, where the caller adds up partials.  Measured:
+    benchmarks/products/README.md, "Why the tiles and rules are what they are".
     """
     if N % (16 if gated else 8) or K % 8:
         return None
@@ -123,7 +124,9 @@ def _tiles_hopper(M: int, N: int, K: int, gated: bool, partials: bool) -> Produc
     block_m, block_k = padded_rows(M), 256 if M <= 8 else 128
     tiles, stage = -(-N // 64), (64 + block_m) * block_k * 2
     splits = min(max(1, SMS // tiles), -(-K // (2 * block_k)))
-    room = HALF_SM if tiles > SMS else WHOLE_SM
+    room = HALF_SM if tiles > SMS and not (gated and 0 < tiles % (2 * SMS) <= SMS // 2) else WHOLE_SM
+    if partials and SMS < 2 * tiles < 2 * SMS and (M <= 8 or K > 8192):
+        splits, room = 2 * SMS // tiles, HALF_SM
     return _hopper(block_m, 64, block_k, splits, 4, min(12, room // stage))
 
 

@@ -44,10 +44,12 @@ def tree_tiles(sequences: int, nodes: int, value_heads: int) -> RuleTiles:
     if nodes == 1:
         return RuleTiles(64, warps=2)
     if nodes <= 8:
-        return RuleTiles(16, 64, 1, 1, 3) if crowded else RuleTiles(64, 64, 4, 1, 3)
+        return RuleTiles(16, 64, 1, 1, 3) if crowded else RuleTiles(64, 64, 4, 2, 3)
     if nodes <= 16:
         return RuleTiles(32, 32, 2, 2)
-    return RuleTiles(32, 128, 4, 2 if crowded else 4) if nodes <= 32 else RuleTiles(32, 32, 8, 8)
+    if nodes <= 32:
+        return RuleTiles(32, 128, 4, 2) if crowded else RuleTiles(32, 128, 4, 4, 3)
+    return RuleTiles(32, 32, 8, 8)
 
 
 @triton.jit
