@@ -84,8 +84,9 @@ ROUTERS = tuple(
     )
 )  # fmt: skip
 STACKED = (
-    None, StackedTiles(16, 64, 128, 4, 4), StackedTiles(16, 64, 128, 4, 6), StackedTiles(16, 128, 128, 4, 3),
-    StackedTiles(32, 64, 128, 4, 4), StackedTiles(32, 128, 128, 8, 3), StackedTiles(64, 128, 64, 4, 4),
+    None, StackedTiles(16, 64, 128, 4, 4), StackedTiles(16, 128, 128, 4, 3), StackedTiles(32, 64, 128, 4, 4),
+    StackedTiles(64, 128, 64, 4, 4), StackedTiles(64, 128, 64, 8, 4), StackedTiles(128, 128, 64, 8, 4),
+    StackedTiles(128, 256, 64, 8, 3),
 )  # fmt: skip  # None: torch's
 MANY_ROUTED = tuple(RouterTiles(*each) for each in ((8, 16, 512, 8), (16, 32, 512, 8), (32, 32, 512, 8), (32, 64, 256, 8)))
 

@@ -41,7 +41,7 @@ class Router(Multiplying):
         kept: which pairs are not skipped, as `own_pairs` skips them; None: none is.
         """
         weights, in_order = RouterWeights(self.weight, self.bias_E, self.correction_E), self.numerics.is_invariant
-        if (tiles := router_tiles(x_TH, weights, self.numerics)) is not None:
+        if (tiles := router_tiles(x_TH, weights, self.count, self.numerics)) is not None:
             return routed(x_TH, weights, self.rule, self.count, tiles, kept)
         logits_TL = self._logits(x_TH, in_order)
         shared_T1 = logits_TL[:, self.count :].sigmoid() if logits_TL.shape[1] > self.count else None

@@ -123,7 +123,7 @@ def sorted_tiles(x_TH: Tensor, experts: Experts, top_k: int, numerics: Numerics)
     ours = all(stack.is_contiguous() and stack.dtype == x_TH.dtype for stack in experts[:2])
     if not numerics.is_invariant and not (ours and use_kernels(x_TH) and len(x_TH)):
         return None
-    return numerics.sorted_tiles(len(x_TH), top_k, len(experts.gate_up), x_TH.dtype)
+    return numerics.sorted_tiles(len(x_TH), top_k, len(experts.gate_up), x_TH.dtype, has_pdl(x_TH.device))
 
 
 def run_mixture(

@@ -89,16 +89,18 @@ class Numerics:
             return None
         return mixture_tiles(tokens, top_k, experts, kind)
 
-    def sorted_tiles(self, tokens: int, top_k: int, experts: int, dtype: torch.dtype) -> StackedTiles | None:
+    def sorted_tiles(
+        self, tokens: int, top_k: int, experts: int, dtype: torch.dtype, chained: bool
+    ) -> StackedTiles | None:  # fmt: skip
         """Those of our own products with dense experts, of pairs sorted by expert; None: torch multiplies.
 
         It is asked where `mixture_tiles` has none.
         """
-        return None if dtype == torch.float32 else sorted_tiles(tokens, top_k, experts)
+        return sorted_tiles(tokens, top_k, experts) if chained and dtype != torch.float32 else None
 
-    def router_tiles(self, tokens: int, dtype: torch.dtype) -> RouterTiles | None:
+    def router_tiles(self, tokens: int, experts: int, dtype: torch.dtype) -> RouterTiles | None:
         """Those of a router of x of that dtype; None: a library computes its logits, and torch's operations choose."""
-        return None if dtype == torch.float32 else router_tiles(tokens)
+        return None if dtype == torch.float32 else router_tiles(tokens, experts)
 
     def heads_a_program(self, tokens: int, heads: int) -> int:
         """How many of a token's heads one program norms, rotates and stores before attention: a power of two."""
@@ -129,10 +131,10 @@ class Invariant(Numerics):
         assert kind == "dense", "refused where the decoder is built"
         return None  # `sorted_tiles` has those: few_tokens_triton.py adds experts up in another order for one token
 
-    def sorted_tiles(self, tokens: int, top_k: int, experts: int, dtype: torch.dtype) -> StackedTiles:
+    def sorted_tiles(self, tokens: int, top_k: int, experts: int, dtype: torch.dtype, *others: object) -> StackedTiles:
         return stacked_tiles(-(-tokens * top_k // experts), dtype.itemsize)
 
-    def router_tiles(self, tokens: int, dtype: torch.dtype) -> None:
+    def router_tiles(self, tokens: int, experts: int, dtype: torch.dtype) -> None:
         return None  # `stacked_tiles` has those of logits, whatever the number of tokens
 
     def stacked_tiles(self, rows: int, dtype: torch.dtype) -> StackedTiles:

@@ -75,12 +75,12 @@ def routed(
     return launch_router(x_TH, router, rule, experts, tiles, kept)
 
 
-def router_tiles(x_TH: Tensor, router: RouterWeights, numerics: Numerics) -> RouterTiles | None:
+def router_tiles(x_TH: Tensor, router: RouterWeights, experts: int, numerics: Numerics) -> RouterTiles | None:
     """Those of `routed`; None: torch computes logits, and `choose` their experts."""
     weight_LH = router.weight_LH
     if not use_kernels(x_TH) or x_TH.dim() != 2 or weight_LH.dtype == torch.float64 or not weight_LH.is_contiguous():
         return None
-    return numerics.router_tiles(x_TH.shape[0], x_TH.dtype) if x_TH.shape[0] and x_TH.stride(1) == 1 else None
+    return numerics.router_tiles(len(x_TH), experts, x_TH.dtype) if len(x_TH) and x_TH.stride(1) == 1 else None
 
 
 def choose(

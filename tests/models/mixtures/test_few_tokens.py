@@ -54,7 +54,7 @@ class FewTokens(Numerics):
     def mixture_tiles(self, tokens: int, *others: object) -> MixtureTiles | None:
         return MixtureTiles("few_tokens_triton", LARGE, LARGE) if tokens <= 4 else None
 
-    def router_tiles(self, tokens: int, dtype: torch.dtype) -> RouterTiles | None:
+    def router_tiles(self, tokens: int, *others: object) -> RouterTiles | None:
         return ROUTER if tokens <= 4 else None
 
 
@@ -64,7 +64,7 @@ class OfGpus(Numerics):
     def mixture_tiles(self, tokens: int, top_k: int, experts: int, kind: ExpertsKind, *others: object) -> MixtureTiles:
         return few_tokens_tiles(tokens, kind)
 
-    def router_tiles(self, tokens: int, dtype: torch.dtype) -> RouterTiles:
+    def router_tiles(self, tokens: int, *others: object) -> RouterTiles:
         return ROUTER
 
 

@@ -16,13 +16,12 @@ ExpertsKind = Kind | Literal["dense"]
 ExpertsKernel = Literal["mixture_triton", "few_tokens_triton"]
 # Up to so many tokens router_triton.py chooses experts, and few_tokens_triton.py multiplies with those of these kinds; beyond
 # them, and with other kinds, mixture_triton.py or a library is faster.  Measured on an H200 by benchmarks products.few_tokens.
-MOST_ROUTED = 64
+MOST_ROUTED = 1024
 MOST_TOKENS: dict[ExpertsKind, int] = {"dense": 64, "e4m3": 8, "int4": 8}
 FEW = 64  # threshold in pairs: fewer have too few tiles for all SMs
 MAX_READ = 512  # threshold in pairs: programs find their pairs in more by sorting them first
-MAX_SORTED = 4096  # threshold in pairs: up to so many by_expert_triton.py sorts, and more by torch
-# Up to so many tokens, and from MOST_TOKENS on, stacked_triton.py multiplies with dense experts.  Off until it is timed.
-MOST_STACKED = 0
+MAX_SORTED = 8192  # threshold in pairs: up to so many by_expert_triton.py sorts, and more by torch
+MOST_STACKED = 64  # pairs an expert, on average: up to so many stacked_triton.py is faster with dense experts than torch
 
 
 class RouterTiles(NamedTuple):
@@ -78,8 +77,16 @@ def mixture_tiles(tokens: int, top_k: int, experts: int, kind: ExpertsKind) -> M
 def few_tokens_tiles(tokens: int, kind: ExpertsKind) -> MixtureTiles:
     """The fastest of those that benchmarks/products/few_tokens.py tries, on an H200."""
     block_m = max(8, 1 << (tokens - 1).bit_length())
-    if kind != "dense":
+    if kind == "e2m1":
+        down = ExpertTiles(block_m, 32, 4, 3, 1, 4, 4) if tokens == 1 else ExpertTiles(block_m, 64, 4, 3, 1, 8, 4)
+        return _few(ExpertTiles(block_m, 64, 4, 4, 2), down)
+    if kind == "e4m3" and tokens == 1:
+        return _few(ExpertTiles(block_m, 32, 4, 4, slices=4), ExpertTiles(block_m, 16, 2, 4, splits=8, slices=2))
+    if kind != "dense" and tokens == 1:
         return _few(ExpertTiles(block_m, 32, 2, 4, 2), ExpertTiles(block_m, 32, 1, 4, 2, 8))
+    if kind != "dense":
+        first = ExpertTiles(block_m, 64, 4, 4, 2) if kind == "int4" else ExpertTiles(block_m, 32, 2, 4, 2)
+        return _few(first, ExpertTiles(block_m, 16, 1, 4, 2, 8))
     if block_m > 32:
         return _few(ExpertTiles(block_m, 64, 4, 3), ExpertTiles(block_m, 64, 4, 3, splits=8))
     if block_m > 8:
@@ -93,9 +100,15 @@ def _few(gate_up: ExpertTiles, down: ExpertTiles) -> MixtureTiles:
     return MixtureTiles("few_tokens_triton", gate_up, down)
 
 
-def router_tiles(tokens: int) -> RouterTiles | None:
+def router_tiles(tokens: int, experts: int) -> RouterTiles | None:
     """None: torch computes logits."""
-    return ROUTER if tokens <= MOST_ROUTED else None
+    if tokens > MOST_ROUTED:
+        return None
+    if tokens > 64:
+        return RouterTiles(8, 16, 512, 8)
+    if experts > 128:
+        return ROUTER if tokens == 1 else RouterTiles(8, 16, 2048, 8)
+    return RouterTiles(4, 16, 1024, 4) if experts > 64 else RouterTiles(4, 16, 256, 4)
 
 
 @cache
@@ -122,9 +135,12 @@ class StackedTiles(NamedTuple):
 
 def sorted_tiles(tokens: int, top_k: int, experts: int) -> StackedTiles | None:
     """None: a library multiplies with dense experts, in rows that are sorted too."""
-    if tokens > MOST_STACKED:
+    rows = -(-tokens * top_k // experts)
+    if rows > MOST_STACKED:
         return None
-    return stacked_tiles(-(-tokens * top_k // experts), 2)
+    if rows > 32:
+        return StackedTiles(64, 128, 64, 4, 4)
+    return StackedTiles(32, 64, 128, 4, 4) if rows > 16 else StackedTiles(16, 128, 128, 4, 3)
 
 
 def stacked_tiles(rows: int, itemsize: int) -> StackedTiles:

@@ -115,7 +115,7 @@ def test_an_invariant_policy_takes_neither_kernel() -> None:
     """Keeps out: sums over experts whose order is another one where a token is alone, in texts that must not depend on that."""
     assert (
         INVARIANT.mixture_tiles(1, 8, 128, "dense", torch.bfloat16, True) is None
-        and INVARIANT.router_tiles(1, torch.bfloat16) is None
+        and INVARIANT.router_tiles(1, 128, torch.bfloat16) is None
     )
 
 

@@ -16,7 +16,7 @@ from toolkit.quantised_weights import rand
 from specdec.ops.products.kernels.experts import router_triton
 from specdec.ops.products.own_pairs import Kept, LiveRows, own_pairs
 from specdec.ops.products.routing import RouterRule, RouterWeights, choose, routed
-from specdec.ops.products.tiles.experts import ROUTER, RouterTiles
+from specdec.ops.products.tiles.experts import ROUTER, RouterTiles, router_tiles
 
 TILES = ROUTER if HAS_GPU else RouterTiles(4, 16, 32, 4)
 RULES = {
@@ -109,13 +109,14 @@ def test_ties_go_to_the_lower_index_and_nan_names_experts(name: str) -> None:
 def test_published_sizes_and_replays(E: int, H: int, rule: RouterRule) -> None:
     """Keeps out: arrivals that are not set back, and partial logits of the replay before."""
     router = weights_of(rule, E, H, True, 3)
-    for T in (1, 6, 17, 48):
-        x = rand(T, H)
+    for T in (1, 6, 17, 48, 192):
+        x, tiles = rand(T, H), router_tiles(T, E)
+        assert tiles is not None
         with torch.inference_mode():
-            routed(x, router, rule, E, TILES)
+            routed(x, router, rule, E, tiles)
             graph = torch.cuda.CUDAGraph()
             with capturing(graph):
-                got = routed(x, router, rule, E, TILES)
+                got = routed(x, router, rule, E, tiles)
             for seed in range(3):
                 x.copy_(rand(T, H, seed=seed))
                 graph.replay()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specdec.ops.launch import chained
 
-SIZES = 512, 4096  # pairs, padded: few sizes, for each of which the kernel is compiled
+SIZES = 512, 4096, 8192  # pairs, padded: few sizes, for each of which the kernel is compiled
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -46,7 +46,8 @@ def launch_by_expert(topk_ids_P: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     order_P = torch.empty(P, dtype=torch.int64, device=device)
     counts_E = torch.empty(experts, dtype=torch.int32, device=device)
     by_expert_kernel[(experts + 1,)](
-        topk_ids_P, order_P, counts_E, P, EXPERTS=experts, PADDED_PAIRS=next(size for size in SIZES if P <= size), num_warps=4,
+        topk_ids_P, order_P, counts_E, P, EXPERTS=experts, PADDED_PAIRS=next(size for size in SIZES if P <= size),
+        num_warps=4 if P <= SIZES[0] else 8,
         **chained(device),
     )  # fmt: skip
     return order_P, counts_E

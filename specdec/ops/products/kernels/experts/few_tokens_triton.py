@@ -217,7 +217,9 @@ def _down(
         base = tl.arange(0, SLICES)[:, None] * (RUNS * UNROLL * 128)
         m, row_N = m[None, :], row_N[None, :]
     acc_NM = no_sums(BLOCK_N, BLOCK_M, SLICES)
-    next_N = scale_at(scales + (_entry(expert_D, i_D, low).to(tl.int64) * N + row_N) * G, base, K, GROUP_SIZE, SCALES)
+    LAST: tl.constexpr = STEPS * 128 - 128  # beyond which a slice's steps find no scales
+    first_N = _entry(expert_D, i_D, low).to(tl.int64) * N + row_N
+    next_N = scale_at(scales + first_N * G, tl.minimum(base, LAST), K, GROUP_SIZE, SCALES)
     for run in tl.range(low * RUNS, high * RUNS, num_stages=STAGES):
         i, first = run // RUNS, base + run % RUNS * (UNROLL * 128)
         mask = _entry(mask_D, i_D, i)
@@ -227,11 +229,11 @@ def _down(
         for n in tl.static_range(UNROLL):
             at, now_N = first + n * 128, next_N
             if n < UNROLL - 1:
-                next_N = scale_at(scales + at_N * G, tl.minimum(at + 128, STEPS * 128 - 128), K, GROUP_SIZE, SCALES)
+                next_N = scale_at(scales + at_N * G, tl.minimum(at + 128, LAST), K, GROUP_SIZE, SCALES)
             elif SCALES != "none":
                 after = tl.minimum(run + 1, high * RUNS - 1)
                 after_N = _entry(expert_D, i_D, after // RUNS).to(tl.int64) * N + row_N
-                column = tl.minimum(base + after % RUNS * (UNROLL * 128), STEPS * 128 - 128)
+                column = tl.minimum(base + after % RUNS * (UNROLL * 128), LAST)
                 next_N = scale_at(scales + after_N * G, column, K, GROUP_SIZE, SCALES)
             acc_NM = add_step(
                 acc_NM, x_M, ok_M, qweight + at_N * J, scales + at_N * G, zero_points + at_N * G, now_N, at, K,

@@ -41,12 +41,13 @@ def product(
         x_M, ok_M, qweight_N = x_M[None, :], ok_M[None, :], qweight_N[None, :]
         scales_N, zero_points_N = scales_N[None, :], zero_points_N[None, :]
     acc_NM = no_sums(BLOCK_N, BLOCK_M, SLICES)
-    next_N = scale_at(scales_N, base, K, GROUP_SIZE, SCALES)
+    LAST: tl.constexpr = STEPS * 128 - 128  # beyond which a slice's steps find no scales
+    next_N = scale_at(scales_N, tl.minimum(base, LAST), K, GROUP_SIZE, SCALES)
     for first in tl.range(0, EACH, UNROLL, num_stages=STAGES):
         for n in tl.static_range(UNROLL):
             at = base + (first + n) * 128
             now_N = next_N
-            next_N = scale_at(scales_N, tl.minimum(at + 128, STEPS * 128 - 128), K, GROUP_SIZE, SCALES)
+            next_N = scale_at(scales_N, tl.minimum(at + 128, LAST), K, GROUP_SIZE, SCALES)
             acc_NM = add_step(
                 acc_NM, x_M, ok_M, qweight_N, scales_N, zero_points_N, now_N, at, K,
                 KIND, GROUP_SIZE, SCALES, HAS_ZERO_POINTS, ASM, ENLARGES, STEPS % (SLICES * UNROLL) == 0, SLICES,
