@@ -84,7 +84,7 @@ def test_trees_of_real_widths(kind: str, precision: str) -> None:
 
 @pytest.mark.parametrize("lengths", [[8192], [1, 700, 64, 33]])
 def test_parts_of_real_widths(lengths: list[int]) -> None:
-    """Keeps out: an error that grows from block to block."""
+    """Keeps out: an error that grows from block to block, and halves of which the compiler leaves nothing to the second."""
     B, tokens = len(lengths), sum(lengths)
     layer, weights = layer_of(2 + 2 * B, 1), weights_of()
     exact = LayerStates(*(each.double() for each in layer))

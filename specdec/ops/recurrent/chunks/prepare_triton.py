@@ -147,8 +147,8 @@ def _of_halves(x_high, x_low, y_high, y_low):
 def halves(x_MN):
     """x as the sum of two 16-bit numbers: 17 bits of it are kept.
 
-    Veltkamp's way to round to 8 bits: the hardware converts pairs of numbers fast, and single ones slowly.
+    Veltkamp's way to round to 8 bits: the hardware converts pairs of numbers fast, and single ones slowly.  Each step is an
+    fma by name: of products and sums the compiler would make such ones that nothing is rounded, and no second half is left.
     """
-    scaled_MN = x_MN * 65537.0
-    high_MN = scaled_MN - (scaled_MN - x_MN)
+    high_MN = tl.fma(x_MN, -65536.0, tl.fma(x_MN, 65536.0, x_MN))
     return high_MN.to(tl.bfloat16), (x_MN - high_MN).to(tl.bfloat16)
