@@ -59,8 +59,8 @@ class Admission:
         self.pool, self.local, self.lookahead = pool, local, lookahead
         self.copies = RingCopies(local, span, group=1) if local is not None and prefix_caching else None
         kept = KeptStates(kept_states) if kept_states is not None and prefix_caching else None
-        on_change = [each.drop for each in (self.copies, kept) if each is not None]
-        self.cache = PrefixCache(pool, *on_change) if prefix_caching else None
+        drops = [None if each is None else each.drop for each in (self.copies, kept)]  # a state is the same without a drafter
+        self.cache = PrefixCache(pool, *drops) if prefix_caching else None
         self.text_states = None if kept is None or self.cache is None else TextStates(kept, self.cache)
         self.allocations: dict[Request, PageAllocation] = {}
         self.lengths = OutputLengths()

@@ -9,6 +9,9 @@ state each, where two would be needed.
 A row reads its state in its first chunk, and a chunk writes a state while it runs.  So a number stays as it is from a row's
 entry until its first chunk has been launched, and what a chunk is to write is found only once the chunk has been launched.
 
+Where another row holds the pages with which a text begins, the cache takes the text's other pages once its row leaves.  A state
+after them is offered until then; it goes before all that can be found.
+
 This module knows numbers, nodes and texts; where in a text a state is kept is decided in state_places.py.
 """
 
@@ -36,6 +39,7 @@ class KeptStates:
         self._free = list(numbers[::-1])
         self._numbers: OrderedDict[Node, int] = OrderedDict()  # the least recently used first
         self._readers = Counter[int]()  # rows that are still to read a number
+        self._offered: OrderedDict[Hashable, int] = OrderedDict()  # by row, the oldest first
 
     @property
     def num_free(self) -> int:
@@ -62,6 +66,8 @@ class KeptStates:
 
     def take(self) -> int | None:
         """A number under which a chunk may keep a state; None: rows are still to read all of them."""
+        if not self._free and self._offered:
+            return self._offered.popitem(last=False)[1]
         if not self._free:
             idle = (node for node, number in self._numbers.items() if number not in self._readers)
             if (node := next(idle, None)) is None:
@@ -80,6 +86,16 @@ class KeptStates:
             self._numbers[node] = number
         if node is not None:
             self._numbers.move_to_end(node)
+
+    def offer(self, owner: Hashable, number: int) -> None:
+        """A row has a state under this number that nobody can find yet, in place of an earlier one."""
+        if (earlier := self.withdraw(owner)) is not None:
+            self.enter(None, earlier)
+        self._offered[owner] = number
+
+    def withdraw(self, owner: Hashable) -> int | None:
+        """The number of what a row has offered, if that is still there."""
+        return self._offered.pop(owner, None)
 
     def put_first(self, node: Node) -> None:
         """The node's state, if there is one, makes room before all others."""
@@ -107,6 +123,7 @@ class StateUse:
     number: of the state with which its text goes on, or ZEROS.  is_read: whether the chunk that reads it has been launched.
     last: the node after which it has begun or has kept its last state, if no other text was known to share that.
     places: where states of its text are kept.  promised: what its part in the next launch keeps, if it keeps a state.
+    offered: the tokens after which it has offered a state, and the one after them.
     """
 
     number: int
@@ -114,6 +131,7 @@ class StateUse:
     places: StatePlaces
     is_read: bool = False
     promised: Promise | None = None
+    offered: Sequence[int] = ()
 
 
 class TextStates:
@@ -175,21 +193,34 @@ class TextStates:
         self._read(row)
         if row.promised is not None:
             number, place = row.promised.number, len(row.promised.tokens)
-            path = self.cache.find(tokens[: place + 1], drafted=False)  # the pages may be those of another text
-            node = path[-1] if len(path) * self.cache.pool.page_size == place else None
-            self.kept.enter(node, number)
-            if node is not None:
+            begun = tokens[: place + 1]
+            assert len(begun) == place + 1, "the token after a page is known"
+            if (node := self._node(begun)) is None:
+                row.offered = begun
+                self.kept.offer(owner, number)
+            else:
+                self.kept.enter(node, number)
                 if row.last is not None and len(row.last.children) == 1:
                     self.kept.put_first(row.last)
                 row.last = None if place in row.places.shared.values() else node
             row.promised = None
 
     def leave(self, owner: Hashable) -> None:
-        """The text loses its row.  What a part was to keep that has not been launched is kept by nobody."""
+        """The text loses its row, after the cache has got its pages.
+
+        What a part was to keep that has not been launched is kept by nobody.
+        """
         row = self._rows.pop(owner)
         self._read(row)
         if row.promised is not None:
             self.kept.enter(None, row.promised.number)
+        if (number := self.kept.withdraw(owner)) is not None:
+            self.kept.enter(self._node(row.offered), number)
+
+    def _node(self, tokens: Sequence[int]) -> Node | None:
+        """The node after whose page all of these tokens but the last are computed; its pages may be those of another text."""
+        path = self.cache.find(tokens, drafted=False)
+        return path[-1] if path and len(path) * self.cache.pool.page_size == len(tokens) - 1 else None
 
     def _read(self, row: StateUse) -> None:
         if not row.is_read and row.number != ZEROS:

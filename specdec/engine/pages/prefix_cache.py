@@ -40,12 +40,14 @@ class Node:
 class PrefixCache:
     """Owns pages of the pool.  A page that a sequence uses is never evicted; a page that is idle can be evicted at any time.
 
-    on_change: each is called with a node when it gets another page or is evicted: what somebody else keeps for it is then
-        worthless.
+    on_change: called with a node when it gets a page with the drafter's keys and values in place of one without, or is evicted.
+    on_evict: called with a node when it is evicted.  What somebody else keeps for the node is then worthless.
     """
 
-    def __init__(self, pool: PagePool, *on_change: Callable[[Node], None]) -> None:
-        self.pool, self._on_change = pool, on_change
+    def __init__(
+        self, pool: PagePool, on_change: Callable[[Node], None] | None = None, on_evict: Callable[[Node], None] | None = None
+    ) -> None:
+        self.pool, self._on_change, self._on_evict = pool, on_change, on_evict
         self.root = Node((), None, -1, drafted=True)
         # The nodes that nobody uses, in the order in which they became idle.  A node becomes idle before its parent does, so
         # the first node is always a leaf.
@@ -95,7 +97,8 @@ class PrefixCache:
             elif drafted and not child.drafted:
                 if child.users:
                     break
-                self._changes(child)
+                if self._on_change is not None:
+                    self._on_change(child)
                 self._swap(child, page, owner)
                 child.drafted = True
                 self.changes += 1
@@ -113,10 +116,6 @@ class PrefixCache:
         self.pool.give_back(self, [node.page])
         self.pool.pass_on(page, owner, self)
         node.page = page
-
-    def _changes(self, node: Node) -> None:
-        for told in self._on_change:
-            told(node)
 
     def path(self, node: Node) -> list[Node]:
         """The nodes from the first page to this one, in order."""
@@ -149,7 +148,9 @@ class PrefixCache:
             assert not node.children and node.parent is not None, "a page became idle before a page after it"
             del node.parent.children[node.key]
             self.changes += 1
-            self._changes(node)
+            for told in (self._on_change, self._on_evict):
+                if told is not None:
+                    told(node)
             self.pool.give_back(self, [node.page])
 
 

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import pytest
 from toolkit.driver import new_request
-from toolkit.inside.memory import CHUNK, SPEC
+from toolkit.inside.memory import CHUNK, SPEC, drive
 from toolkit.inside.state_memory import StateMemory, states_balance
 
 from specdec.engine.chunks import ChunkBudget
@@ -75,32 +75,9 @@ def test_random_traffic(page_size: int, budget: int) -> None:
     engine = engine_of(page_size, budget, chunk, rng.randint(100, 220), 0, rng.choice([0, 1, 2]), rng.choice([0, 20]))
     scheduler, memory = engine.scheduler, engine.runner
     scheduler.admission.lengths.rest = lambda written, most, number: 1  # type: ignore[method-assign]  # many step back
-    requests: list[Request] = []
-    coming, more, steps = arrivals(rng, scheduler.admission.longest_text(140), 50), True, 0
-    while more or not engine.is_idle:
-        steps += 1
-        if more and rng.random() < 0.25:
-            for request in [next(coming, None) for _ in range(rng.randrange(1, 4))]:
-                more = more and request is not None
-                if request is not None:
-                    requests.append(request)
-                    engine.submit([request])
-        if rng.random() < 0.02 and (going := [request for request in requests if not request.is_done]):
-            engine.cancel(rng.choice(going))
-        memory.fails = rng.random() < 0.02
-        try:
-            engine.step()
-        except MemoryError:  # of a chunk beside a round: all that hold rows fail
-            assert memory.fails and scheduler.mixing and not scheduler.states
-        if steps % 3 == 0:
-            states_balance(engine, memory)
-        assert steps < 30_000, "somebody waits for ever"
-    states_balance(engine, memory)
-    assert not memory.rows and not scheduler.admission.allocations
+    coming = arrivals(rng, scheduler.admission.longest_text(140), 50)
+    requests = drive(engine, coming, rng, lambda: states_balance(engine, memory))
     for request in requests:
-        assert request.error is None or isinstance(request.error, MemoryError), "what the runner has found ends a request"
-        if not request.cancelled and request.error is None:
-            assert request.output.token_ids == memory.output(request)
         assert request.stats.cached_tokens == memory.begun.get(request, request.stats.cached_tokens)
     assert scheduler.admission.hit_tokens == sum(request.stats.cached_tokens for request in requests)
     assert engine.totals().stepped_back > 3 and (memory.hits > 5 * (budget > 1) if budget else not memory.hits)
@@ -111,9 +88,9 @@ def test_random_traffic(page_size: int, budget: int) -> None:
 WHOLE, PARTS = ChunkBudget(4000, 4000, 4000), ChunkBudget(20, 20, 20)
 
 
-def ask(engine: Engine[StateMemory], prompts: Sequence[Sequence[int]], tokens: int = 9) -> list[Request]:
+def ask(engine: Engine[StateMemory], prompts: Sequence[Sequence[int]], speculate: bool = True) -> list[Request]:
     """Requests that come at once, when they have ended."""
-    requests = [new_request(list(prompt), tokens) for prompt in prompts]
+    requests = [new_request(list(prompt), 9, speculate=speculate) for prompt in prompts]
     engine.submit(requests)
     while not engine.is_idle:
         engine.step()
@@ -230,6 +207,24 @@ def test_many_of_one_prompt_at_once_keep_one_state() -> None:
     engine.scheduler.admission.min_shared_to_wait = 1000  # nobody waits
     assert [request.stats.cached_tokens for request in ask(engine, [b] * 4)] == [0] * 4 and engine.runner.writes == 2
     assert cached(engine, [a, b]) == [80, 80]
+
+
+def test_a_state_outlives_pages_that_lack_the_drafters_part() -> None:
+    """Keeps out: a system prompt's state that is dropped once a text that speculates has computed its pages anew."""
+    engine, system = engine_of(4, 12, WHOLE), some(4, 97)
+    endings = [[*system, i, *some(i, 40)] for i in (0, 1, 2)]
+    for prompt in endings[:2]:
+        ask(engine, [prompt], speculate=False)
+    assert cached(engine, [endings[2], [*system, 2, 2, *some(8, 40)]]) == [0, 96]
+
+
+def test_a_state_that_nobody_finds_yet_is_kept_once_its_row_leaves() -> None:
+    """Keeps out: a state that made room for one which was written for nothing, because a row beside held the text's pages."""
+    engine, system = engine_of(4, 12, WHOLE), some(4, 97)
+    engine.scheduler.admission.min_shared_to_wait = 1000  # nobody waits
+    endings = [[*system, i, *some(i, 40)] for i in (0, 1, 2)]
+    ask(engine, endings)
+    assert engine.runner.writes == 3 and cached(engine, endings) == [136] * 3
 
 
 def test_conversations_need_one_state_each() -> None:

@@ -7,10 +7,11 @@ and copies that nobody gives back.
 
 import random
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 from toolkit.driver import new_request
-from toolkit.inside.memory import CHUNK, SPEC, Memory, balanced
+from toolkit.inside.memory import CHUNK, SPEC, Memory, balanced, drive
 from toolkit.pages import ring_passes_take
 
 from specdec.attention.kinds import LayerKind
@@ -78,37 +79,12 @@ def test_random_traffic_in_a_tiny_pool(kinds: list[LayerKind], caching: bool, mo
     for _ in range(5):
         engine = engine_of(rng, kinds, caching, tokens=rng.randint(60, 160))
         scheduler, memory = engine.scheduler, engine.runner
-        requests: list[Request] = []
-        coming, more, steps, optimism = arrivals(rng, scheduler.admission, 25), True, 0, rng.random() < 0.7
-        while more or not engine.is_idle:
-            steps += 1
-            if optimism:  # everybody expects to end soon, so that many enter and step back
-                scheduler.admission.lengths.rest = lambda written, most, number: 1  # type: ignore[method-assign]
-            if more and rng.random() < 0.3:
-                for request in [next(coming, None) for _ in range(rng.randrange(1, 4))]:
-                    more = more and request is not None
-                    if request is not None:
-                        requests.append(request)
-                        engine.submit([request])
-            if rng.random() < 0.02 and (going := [request for request in requests if not request.is_done]):
-                engine.cancel(rng.choice(going))
-            memory.fails = rng.random() < 0.01
-            try:
-                engine.step()
-            except MemoryError:  # of a chunk beside a round: all that hold rows fail
-                assert memory.fails and scheduler.mixing and not scheduler.states
-            if steps % 7 == 0:
-                balanced(engine)
-            assert steps < 30_000, "somebody steps back for ever"
+        if rng.random() < 0.7:  # everybody expects to end soon, so that many enter and step back
+            scheduler.admission.lengths.rest = lambda written, most, number: 1  # type: ignore[method-assign]
+        requests = drive(engine, arrivals(rng, scheduler.admission, 25), rng, partial(balanced, engine))
         totals = engine.totals()
-        assert totals.pages_used == totals.local_pages_used == 0 and not memory.rows and not scheduler.admission.allocations
-        balanced(engine)
+        assert totals.pages_used == totals.local_pages_used == 0
         stepped_back, resumed, ended = stepped_back + totals.stepped_back, resumed + memory.resumed, ended + len(requests)
-        for request in requests:
-            assert request.error is None or isinstance(request.error, MemoryError), "what the runner has found ends a request"
-            if not request.cancelled and request.error is None:
-                assert request.output.token_ids == memory.output(request)
-                request.stats.check_identity(len(request.output.token_ids))
     assert ended == 5 * 25 and (stepped_back > 20 or kinds == [WINDOW] and not caching)
     assert resumed > 4 or not caching
 

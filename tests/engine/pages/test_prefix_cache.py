@@ -105,19 +105,19 @@ def test_least_recently_used_goes_first() -> None:
 
 
 def test_whoever_keeps_something_for_a_page_is_told() -> None:
-    """Keeps out: a kept copy of keys in a window that belongs to a page which another one has replaced, or which is gone."""
-    pool, told = PagePool(10, 2), list[Node]()
-    cache = PrefixCache(pool, told.append)
+    """Keeps out: a copy of keys that belongs to a page which is replaced or gone; a state dropped where only the former is."""
+    pool, told, evicted = PagePool(10, 2), list[Node](), list[Node]()
+    cache = PrefixCache(pool, told.append, evicted.append)
     for owner, drafted in (("a", False), ("b", True)):
         pages = pool.admit(owner, 4)
         node = cache.insert(owner, cache.root, [1, 2, 3, 4, 5], pages, drafted)
         path = cache.path(node)
-        assert told == (path if drafted else []) and [each.page for each in path] == pages
+        assert told == (path if drafted else []) and not evicted and [each.page for each in path] == pages
         cache.leave(node)
         pool.release(owner)
     told.clear()
     cache.evict(2)
-    assert told == path[::-1] and pool.num_free == pool.capacity
+    assert told == evicted == path[::-1] and pool.num_free == pool.capacity
 
 
 def test_keys_hold_the_successor() -> None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import pickle
 import random
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from specdec import SpecConfig
 from specdec.attention.kinds import LayerKind
@@ -206,6 +208,41 @@ class Memory:
             self.rows[target] = before[source]
         for row in step.cleared:
             self.rows.pop(row, None)
+
+
+def drive(engine: Engine[Any], coming: Iterator[Request], rng: random.Random, balance: Callable[[], None]) -> list[Request]:
+    """Runs these requests to their ends, which come at random times; some are cancelled, some chunks fail.  Returns them.
+
+    balance: asserts that nothing is lost or owned twice, in between and at the end, when nobody holds anything.  Texts are
+    the target's.
+    """
+    memory, scheduler, requests, more, steps = engine.runner, engine.scheduler, list[Request](), True, 0
+    while more or not engine.is_idle:
+        steps += 1
+        if more and rng.random() < 0.3:
+            for request in [next(coming, None) for _ in range(rng.randrange(1, 4))]:
+                more = more and request is not None
+                if request is not None:
+                    requests.append(request)
+                    engine.submit([request])
+        if rng.random() < 0.02 and (going := [request for request in requests if not request.is_done]):
+            engine.cancel(rng.choice(going))
+        memory.fails = rng.random() < 0.015
+        try:
+            engine.step()
+        except MemoryError:  # of a chunk beside a round: all that hold rows fail
+            assert memory.fails and scheduler.mixing and not scheduler.states
+        if steps % 4 == 0:
+            balance()
+        assert steps < 30_000, "somebody waits or steps back for ever"
+    balance()
+    assert not memory.rows and not scheduler.admission.allocations
+    for request in requests:
+        assert request.error is None or isinstance(request.error, MemoryError), "what the runner has found ends a request"
+        if not request.cancelled and request.error is None:
+            assert request.output.token_ids == memory.output(request)
+            request.stats.check_identity(len(request.output.token_ids))
+    return requests
 
 
 def balanced(engine: Engine[Memory]) -> None:

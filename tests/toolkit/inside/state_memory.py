@@ -71,7 +71,7 @@ def states_balance(engine: Any, memory: StateMemory) -> None:
     balanced(engine)
     admission = engine.scheduler.admission
     kept: KeptStates = admission.text_states.kept
-    held = list(kept._numbers.values())
+    held = [*kept._numbers.values(), *kept._offered.values()]
     assert sorted([*held, *kept._free]) == list(memory.numbers)
     assert set(kept._numbers) <= set(nodes_of(admission.cache))
     waiting = [row.entry.state for row in memory.rows.values() if row.length < 0 and row.entry.state != ZEROS]
