@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from specdec.ops.launch import has_pdl
 from specdec.ops.norm import add_rms_norm, norm_parts, pair_rms_norm, part_squares, rms_norm
 from specdec.ops.products.dense import DenseWeight, gated_linear, linear, silu_mul
 from specdec.ops.products.experts import (
@@ -29,9 +30,9 @@ from specdec.ops.products.own_pairs import LiveRows, own_pairs
 from specdec.ops.products.quantised import QuantisedWeight
 from specdec.ops.products.routing import RouterRule, RouterWeights, routed
 from specdec.ops.products.stacked import each_linear, experts_linear, weighted_sum
-from specdec.ops.products.tiles.experts import ROUTER, few_tokens_tiles
+from specdec.ops.products.tiles.experts import few_tokens_tiles, router_tiles
 from specdec.ops.rows import prepend, take_columns, take_rows, take_run
-from toolkit.ahead.made import DTYPES, HIDDEN, VOCABULARY, counts, floats, halves, ids, may_be_deterministic
+from toolkit.ahead.made import DTYPES, HIDDEN, VOCABULARY, counts, floats, halves, here, ids, may_be_deterministic
 
 
 def products() -> None:
@@ -120,7 +121,7 @@ def coded_mixtures() -> None:
         for T in (1, 6, 60, 2048):
             if mixture_tiles(halves(T, H), experts, A, FAST) is not None:
                 quantised_experts(halves(T, H), floats(T, A), ids(T, A), experts)
-        for T in (1, 8, 32):
+        for T in (1, 8, 32) if has_pdl(here()) else ():
             few_tokens_experts(halves(T, H), floats(T, A), ids(T, A), experts, few_tokens_tiles(T, kind))
 
 
@@ -128,15 +129,18 @@ def dense_mixtures() -> None:
     """Routers, and experts of 16 bits, of few tokens: Qwen3-30B-A3B's sizes, gpt-oss's router, and DeepSeek-V3's groups."""
     deepseek = RouterRule(8, "sigmoid", True, groups=8, top_groups=4, group_best=2, normed=True, scaling=2.5)
     for T in (1, 8, 32, 48):
-        for shared in (None, SharedOutput(halves(T, 2048), floats(T, 1))):
+        for shared in (None, SharedOutput(halves(T, 2048), floats(T, 1))) if has_pdl(here()) else ():
             experts, tiles = DenseExperts(halves(128, 1536, 2048), halves(128, 2048, 768)), few_tokens_tiles(T, "dense")
             few_tokens_experts(halves(T, 2048), floats(T, 8), ids(T, 8), experts, tiles, shared, partials=shared is None)
         for E, H, rule in ((128, 2048, RouterRule(8, "softmax", normed=True)), (256, 7168, deepseek)):
-            correction = floats(E) if rule.corrected else None
-            routed(halves(T, H), RouterWeights(halves(E, H), None, correction), rule, E, ROUTER)
-            routed(halves(T, H), RouterWeights(halves(E + 1, H), None, correction), rule, E, ROUTER)
+            correction, router = floats(E) if rule.corrected else None, router_tiles(T, E)
+            assert router is not None
+            routed(halves(T, H), RouterWeights(halves(E, H), None, correction), rule, E, router)
+            routed(halves(T, H), RouterWeights(halves(E + 1, H), None, correction), rule, E, router)
         gpt_oss = RouterRule(4, "softmax of chosen", biased=True)
-        routed(halves(T, 2880), RouterWeights(floats(32, 2880), floats(32), None), gpt_oss, 32, ROUTER)
+        router = router_tiles(T, 32)
+        assert router is not None
+        routed(halves(T, 2880), RouterWeights(floats(32, 2880), floats(32), None), gpt_oss, 32, router)
 
 
 def norms_and_rows() -> None:
