@@ -23,8 +23,8 @@ from specdec.loading.devices import CHUNK_COST
 from specdec.models.checkpoints.loader import DTYPES
 from specdec.models.config import ModelConfig
 from specdec.models.mixtures.dividing import ExpertSharing, held_by_rank
-from specdec.models.recurrent.sizes import MAX_STATE_NODES, MIN_STATE_WIDTH, RecurrentConfig
-from specdec.ops.launch import has_gluon
+from specdec.models.recurrent.sizes import MAX_STATE_NODES, MIN_STATE_WIDTH, SHARED_OF_MANY_NODES, RecurrentConfig
+from specdec.ops.launch import has_gluon, shared_memory
 from specdec.ops.products.numerics import FAST, INVARIANT, Numerics
 from specdec.options import EngineOptions
 from specdec.runner.prompts import MAX_BUCKET_STEP
@@ -163,7 +163,7 @@ def resolve_settings(
     if options.deterministic:
         check_deterministic(settings, target, architecture_of(device))
     if target.recurrent is not None and device.type == "cuda":
-        check_recurrent(settings, target.recurrent)
+        check_recurrent(settings, target.recurrent, shared_memory(device))
     if options.pack_weights:
         check_packing_here(device, architecture_of(device), has_gluon())
         check_packing(settings)
@@ -244,8 +244,11 @@ def check_deterministic(settings: EngineSettings, target: ModelConfig, architect
         refuse(f"multiplies matrices whose rows are multiples of 8 numbers, got {got}", nearest)
 
 
-def check_recurrent(settings: EngineSettings, sizes: RecurrentConfig) -> None:
-    """ValueError if the kernels of recurrent layers, which only GPUs have, don't take these sizes."""
+def check_recurrent(settings: EngineSettings, sizes: RecurrentConfig, shared_bytes: int) -> None:
+    """ValueError if the kernels of recurrent layers, which only GPUs have, don't take these sizes.
+
+    shared_bytes: of the memory that a program has on a GPU's chip.
+    """
     for name, width in (("key", sizes.key_width), ("value", sizes.value_width)):
         if width < MIN_STATE_WIDTH or width & (width - 1):
             raise ValueError(
@@ -258,10 +261,11 @@ def check_recurrent(settings: EngineSettings, sizes: RecurrentConfig) -> None:
             f"cuda_graphs={settings.cuda_graphs!r}; nearest setting that works: cuda_graphs=False"
         )
     nodes = max(shape.num_draft_tokens for shape in settings.spec.shapes) if settings.spec else 1
-    if nodes > MAX_STATE_NODES:
+    most = MAX_STATE_NODES if shared_bytes >= SHARED_OF_MANY_NODES else MAX_STATE_NODES // 2
+    if nodes > most:
         raise ValueError(
-            f"num_draft_tokens must be at most {MAX_STATE_NODES} for a target with recurrent layers on a GPU, got {nodes}; "
-            f"nearest setting that works: {MAX_STATE_NODES}"
+            f"num_draft_tokens must be at most {most} for a target with recurrent layers on this GPU, got {nodes}; "
+            f"nearest setting that works: {most}"
         )
 
 

@@ -8,8 +8,9 @@ import torch
 
 from specdec.parallel.shard import Shard
 
-# What the kernels of a GPU take: heads a power of two wide, and trees whose mutual products fit on the chip.
-MIN_STATE_WIDTH, MAX_STATE_NODES = 16, 128
+# What the kernels of a GPU take: heads a power of two wide, and trees whose mutual products fit on the chip: of half as many
+# nodes where a program has less shared memory than this.
+MIN_STATE_WIDTH, MAX_STATE_NODES, SHARED_OF_MANY_NODES = 16, 128, 132 << 10
 
 
 @dataclass(frozen=True)

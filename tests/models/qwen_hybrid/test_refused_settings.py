@@ -13,7 +13,7 @@ from specdec.loading.resolve import check_recurrent
 from specdec.models.recurrent.pool import StatePool
 from specdec.models.recurrent.sizes import RecurrentConfig
 
-FITS = RecurrentConfig(2, 4, 16, 32, 4)
+FITS, HOPPER = RecurrentConfig(2, 4, 16, 32, 4), 227 << 10
 
 
 @pytest.mark.parametrize(
@@ -27,9 +27,18 @@ FITS = RecurrentConfig(2, 4, 16, 32, 4)
 )
 def test_what_no_kernel_takes_is_refused(zoo: Zoo, sizes: RecurrentConfig, changes: dict[str, object], said: str) -> None:
     settings = zoo.decoder("qwen3_next", "eagle1", SpecConfig(3, 4, 12)).settings
-    check_recurrent(settings, FITS)
+    check_recurrent(settings, FITS, HOPPER)
     with pytest.raises(ValueError, match=said):
-        check_recurrent(replace(settings, **changes), sizes)
+        check_recurrent(replace(settings, **changes), sizes, HOPPER)
+
+
+def test_small_chips_take_half_as_many_nodes(zoo: Zoo) -> None:
+    """Keeps out: a tree that a consumer's GPU has no shared memory for, which fails in the middle of a request."""
+    settings = zoo.decoder("qwen3_next", "eagle1", SpecConfig(3, 4, 12)).settings
+    check_recurrent(replace(settings, spec=SpecConfig(8, 8, 100)), FITS, HOPPER)
+    check_recurrent(replace(settings, spec=SpecConfig(8, 8, 64)), FITS, 99 << 10)
+    with pytest.raises(ValueError, match="at most 64 .* got 65; nearest setting that works: 64"):
+        check_recurrent(replace(settings, spec=SpecConfig(8, 8, 65)), FITS, 99 << 10)
 
 
 def test_states_take_what_is_planned(zoo: Zoo) -> None:
