@@ -1,4 +1,4 @@
-"""Mixtures through the kernels of few tokens, which are off until they are timed: layers, and a text in Triton's interpreter.
+"""Mixtures through the kernels of few tokens: layers, and a text in Triton's interpreter.
 
 tests/ops/products/experts/ holds each kernel against its definition.
 
