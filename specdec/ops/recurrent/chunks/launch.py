@@ -51,7 +51,7 @@ SEARCH = 32  # parts among which a program looks for its block at once
 
 
 def chunk_tiles(y_TC: Tensor, key_width: int) -> ChunkTiles:
-    """What fits into shared memory.  Nothing of this is timed yet.
+    """What fits into shared memory.  Other tiles than these were timed by nobody (`layers.recurrent --only prompt --all`).
 
     On Hopper GPUs 64 columns are a whole instruction of four warps.  On Blackwell GPUs Triton 3.7 makes nothing but a trap of
     products whose left side is 64 rows of registers, and other GPUs lack registers for them.  float16 and float32 take three
