@@ -64,5 +64,6 @@ def weighted_sum(x_MAN: Tensor, topk_weights_MA: Tensor, order_P: Tensor | None 
 
     places_P = None
     if order_P is not None:
-        places_P = torch.empty_like(order_P).index_copy_(0, order_P, torch.arange(len(order_P), device=order_P.device))
+        numbers_P = torch.arange(len(order_P), dtype=torch.int64, device=order_P.device)
+        places_P = torch.empty_like(order_P).index_copy_(0, order_P, numbers_P)
     return launch_weighted_sum(x_MAN, topk_weights_MA, places_P)
