@@ -103,9 +103,9 @@ def _tiles_hopper(M: int, N: int, K: int, gated: bool, partials: bool) -> Produc
     """Tiles of stream_hopper.py's or gated_hopper.py's kernel in 16 bits; None where neither can run or was found to be faster.
 
     Where there are fewer tiles than SMs, programs share a tile's columns so that nearly every SM has one program, which takes
-    all of its shared memory; elsewhere two programs share an SM, unless few would be left for the last wave.  Tiles for most
-    SMs, but not all, are shared by programs for two an SM, where the caller adds up partials.  Measured:
-    benchmarks/products/README.md, "Why the tiles and rules are what they are".
+    all of its shared memory; elsewhere two programs share an SM, unless few would be left for the last wave.  Where there is a
+    tile for more than half of the SMs, and three for each two at most, three programs share a tile and two an SM, if the caller
+    adds up partials.  Measured: benchmarks/products/README.md, "Why the tiles and rules are what they are".
     """
     if N % (16 if gated else 8) or K % 8:
         return None
@@ -125,8 +125,8 @@ def _tiles_hopper(M: int, N: int, K: int, gated: bool, partials: bool) -> Produc
     tiles, stage = -(-N // 64), (64 + block_m) * block_k * 2
     splits = min(max(1, SMS // tiles), -(-K // (2 * block_k)))
     room = HALF_SM if tiles > SMS and not (gated and 0 < tiles % (2 * SMS) <= SMS // 2) else WHOLE_SM
-    if partials and SMS < 2 * tiles < 2 * SMS and (M <= 8 or K > 8192):
-        splits, room = 2 * SMS // tiles, HALF_SM
+    if partials and SMS < 2 * tiles and 3 * tiles <= 2 * SMS and (M <= 8 or K > 8192):
+        splits, room = 3, HALF_SM
     return _hopper(block_m, 64, block_k, splits, 4, min(12, room // stage))
 
 
