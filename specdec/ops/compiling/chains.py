@@ -54,7 +54,7 @@ GROUPS = (
             "subtract": "factor norm",
             "rope_store": "positions slots table",
             "sinks": "sinks",
-            "suffix_merge": "cache_seqlens kv q q_positions scales slopes slot_table starts",
+            "suffix_merge": "cache_seqlens kv q q_positions scales sinks slopes slot_table starts",
             "fill_pairs": "mask",
         },
     ),
