@@ -87,13 +87,15 @@ GROUPS = (
         "late",
         "The merge after attention reads queries, and the suffix's keys, table and lengths, before its wait. Of the cache "
         "itself only paged_hopper's producer reads before its wait, and only pages that earlier passes have filled: not those "
-        "with keys that this layer may have just stored (`Segment.fresh`).",
+        "with keys that this layer may have just stored (`Segment.fresh`). paged_attention asks "
+        "for its first keys and values to be brought to L2, fresh ones too: a prefetch reads nothing, and L2 is where the "
+        "store in front writes.",
         "",
         {
             "latent_kv_blocks": "cache_seqlens cu_seqlens_q page_table",
             "kv_blocks": "cache_seqlens cu_seqlens_q page_table starts",
             "paged_hopper": "cache_seqlens cu_seqlens_q kv_tiles page_table starts",
-            "paged_attention": "cache_seqlens cu_seqlens_q page_table starts",
+            "paged_attention": "cache_seqlens cu_seqlens_q kv page_table starts",
             "latent_hopper": "cache_seqlens cu_seqlens_q",
             "latent_attention": "cache_seqlens cu_seqlens_q starts",
         },
