@@ -201,6 +201,8 @@ class TritonBackend(Backend):
             ):  # halves with scales of their own pass through shared memory once more
                 room -= tiles.block_n * padded(v.shape[2]) * q_THD.itemsize
             tiles = tiles.within(room, key_bytes, padded(k.shape[2]) * q_THD.itemsize)
+        if tiles.hopper:
+            seqlen_q_packgqa = segment.max_seqlen_q * triton.next_power_of_2(H // K)
         num_tiles = triton.cdiv(seqlen_q_packgqa, tiles.block_m)
         return tiles, splits_for(
             segment.rows * K * num_tiles, segment.max_keys, tiles.min_split_keys, programs * tiles.ctas_per_sm
