@@ -70,7 +70,7 @@ GROUPS = (
         "The norm in front of the qkv projection is complete when the store after it starts, and so are the tables, "
         "lengths and first keys made before that norm, which store and attention read before their waits. The second "
         "product of experts reads topk_ids, which the first one has waited for.",
-        "tiled_linear experts_linear weighted_sum each_linear own_pairs by_expert norm_parts few_gate_up",
+        "tiled_linear experts_linear weighted_sum each_linear own_pairs by_expert router_many norm_parts few_gate_up",
         {
             "quantised_experts": "topk_ids qweight",
             "few_down": "topk_ids qweight",

@@ -22,6 +22,7 @@ from specdec.ops.products.gpus import H100, GpuKind
 from specdec.ops.products.tiles.dense import ProductTiles, invariant_tiles, product_tiles
 from specdec.ops.products.tiles.experts import (
     ExpertsKind,
+    ManyRouterTiles,
     MixtureTiles,
     RouterTiles,
     StackedTiles,
@@ -98,7 +99,7 @@ class Numerics:
         """
         return sorted_tiles(tokens, top_k, experts) if chained and dtype != torch.float32 else None
 
-    def router_tiles(self, tokens: int, experts: int, dtype: torch.dtype) -> RouterTiles | None:
+    def router_tiles(self, tokens: int, experts: int, dtype: torch.dtype) -> RouterTiles | ManyRouterTiles | None:
         """Those of a router of x of that dtype; None: a library computes its logits, and torch's operations choose."""
         return None if dtype == torch.float32 else router_tiles(tokens, experts)
 

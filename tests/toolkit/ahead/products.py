@@ -134,12 +134,10 @@ def dense_mixtures() -> None:
             few_tokens_experts(halves(T, 2048), floats(T, 8), ids(T, 8), experts, tiles, shared, partials=shared is None)
         for E, H, rule in ((128, 2048, RouterRule(8, "softmax", normed=True)), (256, 7168, deepseek)):
             correction, router = floats(E) if rule.corrected else None, router_tiles(T, E)
-            assert router is not None
             routed(halves(T, H), RouterWeights(halves(E, H), None, correction), rule, E, router)
             routed(halves(T, H), RouterWeights(halves(E + 1, H), None, correction), rule, E, router)
         gpt_oss = RouterRule(4, "softmax of chosen", biased=True)
         router = router_tiles(T, 32)
-        assert router is not None
         routed(halves(T, 2880), RouterWeights(floats(32, 2880), floats(32), None), gpt_oss, 32, router)
 
 
