@@ -22,7 +22,7 @@ MOST_TOKENS: dict[ExpertsKind, int] = {"dense": 64, "e4m3": 8, "int4": 8}
 SMS = 132  # of an H200
 FEW = 64  # threshold in pairs: fewer have too few tiles for all SMs
 MAX_READ = 512  # threshold in pairs: programs find their pairs in more by sorting them first
-MAX_SORTED = 8192  # threshold in pairs: up to so many by_expert_triton.py sorts, and more by torch
+MAX_SORTED = 8192  # threshold in pairs: up to so many one launch of by_expert_triton.py sorts, and more two launches
 MOST_STACKED = 64  # pairs an expert, on average: up to so many stacked_triton.py is faster with dense experts than torch
 
 
@@ -175,3 +175,24 @@ def stacked_tiles(rows: int, itemsize: int) -> StackedTiles:
     if rows <= 32:
         return StackedTiles(16 if rows <= 16 else 32, 64, 128, 4, 4)
     return StackedTiles(64, 128, 64, 4, 4) if rows <= 64 else StackedTiles(128, 128, 64, 8, 4)
+
+
+class GroupedTiles(NamedTuple):
+    """What a tile of grouped_hopper.py's kernel is, beside GROUPED_TILE rows of x.  block_n: rows of a matrix.
+
+    group_m: tiles of x whose programs are neighbours, so that they read the same tiles of the weight from L2.
+    """
+
+    block_n: int
+    block_k: int
+    stages: int
+    group_m: int
+
+
+# Rows of an expert begin at a multiple of this in grouped_hopper.py, which multiplies tiles of so many.
+GROUPED_ALIGN, GROUPED_TILE = 64, 128
+
+
+def grouped_tiles(H: int, F: int) -> tuple[GroupedTiles, GroupedTiles] | None:
+    """Of gate and up, and of down; None where TMA can't read rows.  Stages: as many as fit beside a tile of the result."""
+    return None if H % 8 or F % 8 else (GroupedTiles(256, 64, 4, 8), GroupedTiles(256, 64, 3, 8))
