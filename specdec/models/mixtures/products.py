@@ -117,7 +117,8 @@ def grouped_experts(
     mid_PF = form.gate(_biased(F.grouped_mm(rows_PH, gate_up_EGH.transpose(1, 2), offs=ends_E), form.gate_up_bias, of_P))
     out_PH = _biased(F.grouped_mm(mid_PF, down_EHF.transpose(1, 2), offs=ends_E), form.down_bias, of_P)
     if use_kernels(out_PH) and topk_weights_TK.dtype == torch.float32:
-        places_P = torch.empty_like(order_P).index_copy_(0, order_P, torch.arange(T * K, device=order_P.device))
+        numbers_P = torch.arange(T * K, dtype=torch.int64, device=order_P.device)
+        places_P = torch.empty_like(order_P).index_copy_(0, order_P, numbers_P)
         return weighted_sum(out_PH, topk_weights_TK.contiguous(), places_P)
     in_order_PH = torch.empty_like(out_PH).index_copy_(0, order_P, out_PH)
     return _weighted(in_order_PH.view(T, K, -1), topk_weights_TK, x_TH.dtype, form)

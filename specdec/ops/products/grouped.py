@@ -1,6 +1,6 @@
 """Products of experts with many rows each: by our kernel for Hopper GPUs, or whether torch's `F.grouped_mm` can compute them.
 
-torch's runs on given weights, or does not, without reading anything on the host.  Ours wants rows that lie as `place_pairs` says.
+Either reads nothing on the host.  Ours wants rows that lie as `place_pairs` says.
 
 Shapes: T tokens, A experts of a token (top_k), P = T * A pairs, R rows of x, E experts, N out, K in.
 """

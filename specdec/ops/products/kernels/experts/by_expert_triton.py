@@ -1,7 +1,7 @@
 """The kernels of experts.py's `by_expert` and `place_pairs`: pairs of a token and an expert, sorted by expert.
 
-Of few pairs one launch does it.  There is a program for each expert, and one for pairs that are skipped.  Each reads all numbers
-of experts, counts those below its own, and writes its pairs after so many, in their order.
+Of few pairs one launch does it.  There is a program for each expert, and one for pairs that are skipped.  Each reads all
+numbers of experts, counts those below its own, and writes its pairs after so many, in their order.
 
 Of many pairs two launches do it.  In the first one each program counts the pairs that each expert has in its block; in the
 second one it adds up the counts of the blocks before its own, and places its pairs after so many.
@@ -85,7 +85,7 @@ def place_pairs_kernel(
     EXPERTS: tl.constexpr, PADDED_EXPERTS: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr, ALIGN: tl.constexpr,
     TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """ALIGN: an expert's rows begin at a multiple of it; 0: they follow the rows of the expert before, and skipped pairs all."""
+    """ALIGN: an expert's rows begin at a multiple of it; 0: they follow those of the expert before, and skipped pairs all."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()

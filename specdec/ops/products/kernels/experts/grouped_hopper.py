@@ -1,8 +1,8 @@
 """Products of experts with many rows each, written in Gluon for Hopper GPUs: persistent and warp-specialised.
 
 The kernel is that of dense/gated_hopper.py, in which two consumer warpgroups multiply (wgmma) 64 rows of x each, and producer
-warps load tiles by TMA and run ahead.  Here a tile of rows belongs to one expert, which a table names (by_expert_triton.py).  An
-expert's rows begin at a multiple of 64, so a warpgroup's rows are one expert's, and TMA may write all 64 of them: beyond the
+warps load tiles by TMA and run ahead.  Here a tile of rows belongs to one expert, which a table names (by_expert_triton.py).
+An expert's rows begin at a multiple of 64, so a warpgroup's rows are one expert's, and TMA may write all 64 of them: beyond the
 expert's last row nobody reads.  A warpgroup without rows frees the stages and multiplies nothing.
 
 A gated product's tile of the weight holds as many rows of the gate as of up, so that a thread has both of a pair.

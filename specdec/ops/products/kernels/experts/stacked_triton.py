@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
