@@ -81,8 +81,8 @@ def router_many_kernel(
     tl.debug_barrier()  # all of this program's stores before its loads
     choose_and_store(
         logits, bias, correction, active, last, topk_weights, topk_ids, shared, first, tl.minimum(first + BLOCK_M, T), T,
-        places, L, E, G, J, A, SCORES, HAS_BIAS, HAS_CORRECTION, TOP_GROUPS, GROUP_BEST, NORMED, LEAST_SUM, SCALING, PADDED_G, PADDED_J,
-        FIRST, COUNT, COLUMNS, HAS_ROWS, HAS_LAST, 1, BLOCK_M,
+        places, L, E, G, J, A, SCORES, HAS_BIAS, HAS_CORRECTION, TOP_GROUPS, GROUP_BEST, NORMED, LEAST_SUM, SCALING, PADDED_G,
+        PADDED_J, FIRST, COUNT, COLUMNS, HAS_ROWS, HAS_LAST, 1, BLOCK_M,
     )  # fmt: skip
 
 
