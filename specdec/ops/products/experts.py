@@ -130,10 +130,10 @@ def sorted_tiles(x_TH: Tensor, experts: Experts, top_k: int, numerics: Numerics)
 
 def grouped_tiles(x_TH: Tensor, experts: Experts, numerics: Numerics) -> tuple[GroupedTiles, GroupedTiles] | None:
     """Those of grouped.py's kernel for many rows an expert, of gate and up, and of down; None: a library multiplies."""
-    if not isinstance(experts, DenseExperts) or not use_kernels(x_TH) or not has_gluon() or not len(x_TH):
+    if not isinstance(experts, DenseExperts) or not use_kernels(x_TH) or not has_pdl(x_TH.device) or not len(x_TH):
         return None
     ours = all(stack.is_contiguous() and stack.dtype == x_TH.dtype for stack in experts[:2])
-    if not ours or not match_of(x_TH.device).hopper or not tma_reads(*(stack.flatten(0, 1) for stack in experts[:2])):
+    if not ours or not (has_gluon() and match_of(x_TH.device).hopper) or not tma_reads(*(stack.flatten(0, 1) for stack in experts[:2])):
         return None
     return numerics.grouped_tiles(*experts.down.shape[1:], x_TH.dtype)
 
