@@ -133,7 +133,9 @@ def grouped_tiles(x_TH: Tensor, experts: Experts, numerics: Numerics) -> tuple[G
     if not isinstance(experts, DenseExperts) or not use_kernels(x_TH) or not has_pdl(x_TH.device) or not len(x_TH):
         return None
     ours = all(stack.is_contiguous() and stack.dtype == x_TH.dtype for stack in experts[:2])
-    if not ours or not (has_gluon() and match_of(x_TH.device).hopper) or not tma_reads(*(stack.flatten(0, 1) for stack in experts[:2])):
+    if not ours or not has_gluon() or not match_of(x_TH.device).hopper:
+        return None
+    if not tma_reads(*(stack.flatten(0, 1) for stack in experts[:2])):
         return None
     return numerics.grouped_tiles(*experts.down.shape[1:], x_TH.dtype)
 
