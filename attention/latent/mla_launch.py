@@ -188,6 +188,8 @@ def latent_tiles(
     if dtype.itemsize == 4 or dims[1] <= 128:  # float32 uses no tensor cores; latents of small models fit small tiles
         return LatentTiles(min(wanted, 16), 32, 4, 2, 64)
     large = generation in (9, 10)  # 227 KB of shared memory; other GPUs may have 99
+    if wanted < 64 and generation == 9 and not scaled and dims[1] <= 576 and dims[0] >= 64:
+        return LatentTiles(wanted, 64, 8, 2, 64, swap_ab=True)  # as wgmma multiplies: 64 rows at least are keys
     if wanted < 64 or not large:
         ample = large and dims[1] <= 576
         max_m = 16 if scaled and not large else 32  # quantised latents lie there besides dequantised ones

@@ -70,10 +70,11 @@ GROUPS = (
         "The norm in front of the qkv projection is complete when the store after it starts, and so are the tables, "
         "lengths and first keys made before that norm, which store and attention read before their waits. The second "
         "product of experts reads topk_ids, which the first one has waited for.",
-        "tiled_linear experts_linear weighted_sum each_linear own_pairs by_expert norm_parts few_gate_up",
+        "tiled_linear experts_linear weighted_sum own_pairs by_expert norm_parts few_gate_up",
         {
             "quantised_experts": "topk_ids qweight",
             "few_down": "topk_ids qweight",
+            "each_linear": "weight",
             "hopper_linear": "weight_tiles",
             "linear": "weight",
             "large_n_linear": "weight",
@@ -95,7 +96,7 @@ GROUPS = (
             "paged_hopper": "cache_seqlens cu_seqlens_q kv_tiles page_table starts",
             "paged_attention": "cache_seqlens cu_seqlens_q page_table starts",
             "latent_hopper": "cache_seqlens cu_seqlens_q",
-            "latent_attention": "cache_seqlens cu_seqlens_q starts",
+            "latent_attention": "cache_seqlens cu_seqlens_q page_table starts",
         },
     ),
     KernelGroup(
@@ -107,7 +108,7 @@ GROUPS = (
     KernelGroup(
         "late",
         "What the indexer, its selection and attention over selected keys read before their waits lies further in front.",
-        "latent_merge",
+        "latent_merge latent_combine",
         {
             "rows_hopper": "counts",
             "merge_rows": "counts",

@@ -24,8 +24,10 @@ from specdec.attention.caches.mla_cache import LatentLayout, MLAView
 from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.kernels.triton_backend import TritonBackend
 from specdec.attention.kinds import FULL, LayerKind, Scoring
+from specdec.attention.latent import mla_launch
 from specdec.attention.latent.limits import LIMITS, Limits
 from specdec.attention.latent.mla import LatentInputs, store_latent
+from specdec.attention.latent.mla_launch import LatentTiles
 from specdec.attention.latent.mla_store_triton import launch_store_latent
 from specdec.attention.latent.prep import LatentPrep
 from specdec.attention.pages import PageTable
@@ -130,6 +132,25 @@ def test_odd_sizes_are_padded() -> None:
     q_THL = rand(4, 3, 30, seed=8)
     suffix = suffix_rows(table, [40, 3], [2, 1], 5)
     check(TritonBackend(8), q_THL, latent, prefix_segment(PageTable(table, 5), ints(38, 1), 2), suffix=suffix, rank=24)
+
+
+@pytest.mark.slow_cases
+@pytest.mark.parametrize("P", [5, 32])
+def test_keys_are_rows_of_the_products(monkeypatch: pytest.MonkeyPatch, P: int) -> None:
+    """SWAP_AB, as tiles of few rows have it on Hopper GPUs: chains, windows, prefixes, more splits than a merge loads at once.
+
+    Keeps out: a mask or a reduction along the other axis; pages of a later block; outputs of idle splits (NaN) that are added.
+    """
+    monkeypatch.setattr(mla_launch, "latent_tiles", lambda *_: LatentTiles(16, 32, 4, 2, 32, swap_ab=True))
+    backend, lens = TritonBackend(programs=1000), [700, 3, 70, 3]
+    table, latent = scattered(lens, P, seed=P)
+    for queries in (1, 3):
+        q_THL = rand(4 * queries, H, C + R, seed=2)
+        check(backend, q_THL, latent, causal_segment(PageTable(table, P), ints(700, 3, 70, 0), queries))
+    positions = torch.tensor([[n - 3 + i for i in range(3)] for n in lens], device=DEVICE).flatten()
+    check(backend, q_THL, latent, causal_segment(PageTable(table, P), ints(*lens), 3).local(LayerKind(window=50), positions))
+    suffix = suffix_rows(table, lens, [1, 2, 2], P)
+    check(backend, q_THL, latent, prefix_segment(PageTable(table, P), ints(690, 0, 64, 0), 3), suffix=suffix)
 
 
 # ---- layers ----
