@@ -8,7 +8,11 @@ heads of several queries share a tile, which reads each key once.  Each split le
 `attend_latent` in mla_launch.py decides how many splits there are and merges their states.
 
 Order of chained launches (specdec/ops/launch.py): before gdc_wait the kernel reads tables, lengths and first keys, as
-kernels/paged_triton.py does.
+kernels/paged_triton.py does, and prefetches its first block into L2.  Rows of selected slots are complete too: the product that
+made the queries came after them.
+
+With SWAP_AB keys are the rows of all products: Hopper's wgmma multiplies 64 rows at least, and few heads and queries would fill
+a part of them.
 
 Shapes: M rows of a tile (queries x heads), N keys of a block, C latent rank, R rotated dim, B rows, T queries, H heads, S
 states of each query.
