@@ -88,8 +88,8 @@ GROUPS = (
         "late",
         "The merge after attention reads queries, and the suffix's keys, table and lengths, before its wait. Of the cache "
         "itself only paged_hopper's producer reads before its wait, and only pages that earlier passes have filled: not those "
-        "with keys that this layer may have just stored (`Segment.fresh`). latent_attention prefetches slots into L2, and reads "
-        "nothing of them.",
+        "with keys that this layer may have just stored (`Segment.fresh`). latent_attention asks L2 for slots, and "
+        "reads nothing of them.",
         "",
         {
             "latent_kv_blocks": "cache_seqlens cu_seqlens_q page_table",
