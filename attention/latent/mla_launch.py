@@ -58,8 +58,13 @@ class LatentTiles(NamedTuple):
     swap_ab: bool = False
 
 
-def attend_latent(q_THL: Tensor, view: LatentView, plan: TritonPlan, scoring: Scoring, programs: int) -> AttentionState:
-    """The state [T, H, C] of absorbed queries over a plan's parts.  programs: how many programs the GPU runs at once."""
+def attend_latent(
+    q_THL: Tensor, view: LatentView, plan: TritonPlan, scoring: Scoring, programs: int, tiles: LatentTiles | None = None
+) -> AttentionState:  # fmt: skip
+    """The state [T, H, C] of absorbed queries over a plan's parts.
+
+    programs: how many programs the GPU runs at once.  tiles: other ones than `latent_tiles` chooses.
+    """
     assert q_THL.stride(2) == 1 and q_THL.shape[2] == view.width
     stored, scale = view.parts, scoring.latent_factor()
     assert stored.scales_NG is not None or stored.latent_NC.dtype == q_THL.dtype
@@ -68,7 +73,7 @@ def attend_latent(q_THL: Tensor, view: LatentView, plan: TritonPlan, scoring: Sc
         return attend_rows(q_THL, view, plan, scale, programs)
     paged, suffix = plan.segments, plan.suffix
     assert suffix is None or suffix.rows == T, "a suffix has a row for each query"
-    shapes = [_tiles_and_splits(q_THL, view, segment, programs) for segment in paged]
+    shapes = [_tiles_and_splits(q_THL, view, segment, programs, tiles) for segment in paged]
     states = sum(splits for _, splits in shapes)
     result = AttentionState.empty((T, H, C), q_THL.dtype, device)
     if not T:
@@ -156,14 +161,17 @@ def _launch_combine(partial: AttentionState, state: AttentionState) -> None:
     )  # fmt: skip
 
 
-def _tiles_and_splits(q_THL: Tensor, view: LatentView, segment: Segment, programs: int) -> tuple[LatentTiles, int]:
+def _tiles_and_splits(
+    q_THL: Tensor, view: LatentView, segment: Segment, programs: int, given: LatentTiles | None
+) -> tuple[LatentTiles, int]:
     """The tiles for a paged segment, and the number of splits."""
     seqlen_q_packgqa = segment.max_seqlen_q * q_THL.shape[1]
     dims, local = (view.rank, q_THL.shape[2]), segment.starts_T is not None
     scaled = view.parts.scales_NG is not None
-    tiles = latent_tiles(seqlen_q_packgqa, dims, q_THL.dtype, local, scaled, gpu_generation(q_THL.device), has_gluon())
+    of_gpu = gpu_generation(q_THL.device), has_gluon()
+    tiles = given or latent_tiles(seqlen_q_packgqa, dims, q_THL.dtype, local, scaled, *of_gpu)
     if segment.max_keys <= SHORT:
-        tiles = tiles._replace(min_split_keys=SHORT_MIN_SPLIT_KEYS)
+        tiles = tiles._replace(min_split_keys=min(tiles.min_split_keys, SHORT_MIN_SPLIT_KEYS))
     num_tiles = segment.rows * triton.cdiv(seqlen_q_packgqa, tiles.block_m)
     return tiles, latent_splits(num_tiles, segment.max_keys, tiles.min_split_keys, programs)
 
