@@ -154,8 +154,15 @@ class StackedTiles(NamedTuple):
     stages: int
 
 
-# Heads' projections of at most MOST_EACH tokens, where a policy may choose: a library's launch would not be chained.
-MOST_EACH, EACH_FEW = 8, StackedTiles(16, 64, 64, 4, 4)
+# Heads' projections of at most MOST_EACH tokens are chained, unlike a library's: measured, benchmarks/latent/README.md.
+MOST_EACH = 32
+
+
+def each_tiles(tokens: int) -> StackedTiles | None:
+    """Those of heads' projections on Hopper GPUs and later; None: a library multiplies."""
+    if tokens > MOST_EACH:
+        return None
+    return StackedTiles(max(16, 1 << (tokens - 1).bit_length()), 64, 64, 4, 4)
 
 
 def sorted_tiles(tokens: int, top_k: int, experts: int) -> StackedTiles | None:
