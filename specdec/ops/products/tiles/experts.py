@@ -128,7 +128,7 @@ def many_router_tiles(tokens: int, experts: int) -> ManyRouterTiles:
     """As many programs as SMs, if there are so many blocks of at least 16 tokens."""
     block_m = next((size for size in (16, 32) if tokens <= size * SMS), 64)
     if experts > 128:  # whose scores take many registers
-        block_m = min(32, block_m)
+        block_m = 16 if experts > 256 else min(32, block_m)
     return ManyRouterTiles(block_m, 64, 8, 4 if experts <= 128 else 3 if experts <= 256 else 2)
 
 
