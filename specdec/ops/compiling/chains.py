@@ -49,7 +49,7 @@ GROUPS = (
         {
             "add_rms_norm": "weight",
             "gated_norm": "weight",
-            "router": "weight",
+            "router": "bias correction weight",
             "take_columns": "order",
             "subtract": "factor norm",
             "rope_store": "positions slots table",
