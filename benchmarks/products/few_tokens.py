@@ -5,12 +5,12 @@
     python benchmarks products.few_tokens --sorted 64 96 192 512
 
 Layers of Qwen3-30B-A3B's size in bf16 (dense), fp8 blocks and int4, of Qwen3.5-35B-A3B's and GLM-4.7-Flash's in bf16 with a
-shared expert (dense 256, dense 64), and of gpt-oss-20b's in mxfp4.  "Until now": cuBLAS and torch's operations for the router; for experts torch's grouped product, or
-mixture_triton.py.  New: router_triton.py and few_tokens_triton.py, with the best of a few tiles, first of gate and up, then of
-down; --all prints the best three of each.  "Layer" is a norm that adds the last output, the router and the experts, in a chain
-of CALLS, each with a router and a shared expert of its own; `+ partials`: the norm adds splits up, and the shared expert is computed
-beside the chosen ones instead of in front of them.  --sorted: of more tokens, torch's grouped
-product beside stacked_triton.py's, and nothing else.
+shared expert (dense 256, dense 64), and of gpt-oss-20b's in mxfp4.  "Until now": cuBLAS and torch's operations for the router;
+for experts torch's grouped product, or mixture_triton.py.  New: router_triton.py and few_tokens_triton.py, with the best of a
+few tiles, first of gate and up, then of down; --all prints the best three of each.  "Layer" is a norm that adds the last
+output, the router and the experts, in a chain of CALLS, each with a router and a shared expert of its own; `+ partials`: the
+norm adds splits up, and the shared expert is computed beside the chosen ones instead of in front of them.  --sorted: of more
+tokens, torch's grouped product beside stacked_triton.py's, and nothing else.
 
 Times are medians of replays of CUDA graphs.  The limit is the time to read the distinct experts that were chosen, which are
 counted, once at 4.48 TB/s.  specdec takes the new kernels up to MOST_TOKENS tokens (specdec/ops/products/tiles/experts.py):

@@ -100,8 +100,8 @@ def test_shared_experts_and_experts_elsewhere(T: int) -> None:
 
 @pytest.mark.parametrize(("T", "R", "gated"), [(1, 1, True), (1, 2, False), (5, 2, True)])
 def test_shared_experts_beside_the_chosen_ones(T: int, R: int, gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keeps out: rows and columns of another shared expert, a gate of another token or of the chosen ones, a part of the columns
-    that two splits have, or none, and a list that is one entry too short.
+    """Keeps out: rows and columns of another shared expert, a gate of another token or of the chosen ones, a part of the
+    columns that two splits have, or none, and a list that is one entry too short.
     """
     H, F, A = 40, 300, 2
     experts, x, (topk_weights_TK, topk_ids_TK) = experts_named("dense", 4, H, F), rand(T, H, seed=3), choice(T, 4, A)
