@@ -213,18 +213,14 @@ def is_dense(name: str) -> bool:
 
 
 def forms(table: dict[tuple[bool, int], tuple[tuple[int, ...], ...]], name: str, T: int) -> list[ExpertTiles]:
-    """The table's tiles for so many tokens; splits are no more than a single token's experts."""
-    most = LAYERS[NAMES[name]].top_k if T == 1 else T * 64
+    """The table's tiles for so many tokens."""
     dense, block_m = is_dense(name), max(8, triton.next_power_of_2(T))
     size = min(each for kind, each in table if kind == dense and (each >= T or each == (64 if dense else 8)))
-    found = [ExpertTiles(block_m, *each) for each in table[dense, size]]
-    return list(dict.fromkeys(each._replace(splits=min(each.splits, most)) for each in found))
+    return [ExpertTiles(block_m, *each) for each in table[dense, size]]
 
 
 def own_tiles(name: str, T: int) -> MixtureTiles:
-    tiles = few_tokens_tiles(T, "dense" if is_dense(name) else FORMATS[name][1])
-    splits = min(tiles.down.splits, LAYERS[NAMES[name]].top_k) if T == 1 else tiles.down.splits
-    return tiles._replace(down=tiles.down._replace(splits=splits))
+    return few_tokens_tiles(T, "dense" if is_dense(name) else FORMATS[name][1])
 
 
 def trials(name: str, T: int) -> Iterator[Trial]:
