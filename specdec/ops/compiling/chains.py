@@ -71,10 +71,11 @@ GROUPS = (
         "lengths and first keys made before that norm, which store and attention read before their waits. The second "
         "product of experts reads topk_ids, which the first one has waited for.",
         "tiled_linear experts_linear weighted_sum spread_rows each_linear own_pairs by_expert count_pairs place_pairs "
-        "router_many norm_parts few_gate_up",
+        "router_many norm_parts",
         {
             "quantised_experts": "topk_ids qweight",
-            "few_down": "topk_ids qweight",
+            "few_gate_up": "shared",
+            "few_down": "topk_ids qweight shared",
             "hopper_linear": "weight_tiles",
             "linear": "weight",
             "large_n_linear": "weight",
