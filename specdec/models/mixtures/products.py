@@ -40,7 +40,7 @@ from specdec.ops.products.stacked import experts_linear, spread_rows, weighted_s
 from specdec.ops.products.tiles.experts import GroupedTiles, MixtureTiles, StackedTiles
 
 
-class Shared(NamedTuple):
+class SharedMLP(NamedTuple):
     """The MLP that every token passes besides its top-k experts, and what weighs its output; None: nothing."""
 
     mlp: MLP
@@ -64,7 +64,7 @@ MAX_COPIED = 1 << 30  # bytes of experts' weights that gathered_experts may copy
 
 def mixture(
     x_TH: Tensor, topk_weights_TK: Tensor, topk_ids_TK: Tensor, gate_up: LinearStack, down: LinearStack, form: Form = PLAIN,
-    numerics: Numerics = FAST, shared: Shared | None = None, partials: bool = False,
+    numerics: Numerics = FAST, shared: SharedMLP | None = None, partials: bool = False,
 ) -> Tensor | Partials:  # fmt: skip
     """[T, H]: the weighted sum of each token's top-k experts, and the shared experts' output, if there are any.
 
