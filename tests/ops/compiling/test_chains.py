@@ -25,7 +25,7 @@ NEVER_WRITTEN = {  # by kernels: arguments that may be read through L1 before a 
     "fill_pairs": "mask",  # a row of the drafter's weights
     "quantised_warp": WORDS,
     "quantised_warpgroup": WORDS,
-    "router": "weight",
+    "router": "bias correction weight",
     "rope_store": "table",  # rotations, also in the next two
     "store_index": "table",
     "store_latent": "table",

@@ -57,10 +57,11 @@ class ExpertTiles(NamedTuple):
     """What one program works on.
 
     block_m: pairs (padded), or in few_tokens_triton.py all tokens.  block_n: rows of a matrix.  warps, stages: Triton's.
-    unroll: steps of 128 columns between two looks at the pipeline.  splits: programs that share the experts of a tile of rows
-        of the second product in few_tokens_triton.py.
+    unroll: steps of 128 columns between two looks at the pipeline.  splits: programs that share a tile of rows of the second
+        product in few_tokens_triton.py; of a single token about so many, equally many for each of its experts.
     slices: of a row's columns, which a program's warps share instead of the rows; more than one are as many as warps.
-    prefetch: bytes of each row that the second product of a single token in few_tokens_triton.py asks for before its wait.
+    prefetch: bytes of each row that few_tokens_triton.py asks for before its wait: of shared experts in the first product, and
+        of a single token's in the second one.
     """
 
     block_m: int
