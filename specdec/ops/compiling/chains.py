@@ -70,10 +70,11 @@ GROUPS = (
         "The norm in front of the qkv projection is complete when the store after it starts, and so are the tables, "
         "lengths and first keys made before that norm, which store and attention read before their waits. The second "
         "product of experts reads topk_ids, which the first one has waited for.",
-        "tiled_linear experts_linear weighted_sum each_linear own_pairs by_expert norm_parts few_gate_up",
+        "tiled_linear experts_linear weighted_sum each_linear own_pairs by_expert norm_parts few_gate_up few_gate_up_hopper",
         {
             "quantised_experts": "topk_ids qweight",
             "few_down": "topk_ids qweight",
+            "few_down_hopper": "topk_ids qweight scales",
             "hopper_linear": "weight_tiles",
             "linear": "weight",
             "large_n_linear": "weight",

@@ -13,11 +13,14 @@ from typing import Literal, NamedTuple
 from specdec.ops.products.formats.quantised import Kind
 
 ExpertsKind = Kind | Literal["dense"]
-ExpertsKernel = Literal["mixture_triton", "few_tokens_triton"]
+ExpertsKernel = Literal["mixture_triton", "few_tokens_triton", "few_hopper"]
 # Up to so many tokens router_triton.py chooses experts, and few_tokens_triton.py multiplies with those of these kinds; beyond
 # them, and with other kinds, mixture_triton.py or a library is faster.  Measured on an H200 by benchmarks products.few_tokens.
 MOST_ROUTED = 1024
 MOST_TOKENS: dict[ExpertsKind, int] = {"dense": 64, "e4m3": 8, "int4": 8}
+# Up to so many tokens, and pairs, few_hopper.py multiplies with experts of these kinds on Hopper GPUs.
+MOST_HOPPER: dict[ExpertsKind, int] = {}
+MOST_HOPPER_PAIRS = 64
 FEW = 64  # threshold in pairs: fewer have too few tiles for all SMs
 MAX_READ = 512  # threshold in pairs: programs find their pairs in more by sorting them first
 MAX_SORTED = 8192  # threshold in pairs: up to so many by_expert_triton.py sorts, and more by torch
@@ -43,7 +46,8 @@ class ExpertTiles(NamedTuple):
     """What one program works on.
 
     block_m: pairs (padded), or in few_tokens_triton.py all tokens.  block_n: rows of a matrix.  warps, stages: Triton's.
-    unroll: steps of 128 columns between two looks at the pipeline.  splits: programs that share the experts of a tile of rows
+    unroll: steps of 128 columns between two looks at the pipeline; in few_hopper.py units (units_hopper.py) whose words are
+        loaded at one time.  splits: programs that share the experts of a tile of rows
         of the second product in few_tokens_triton.py.
     slices: of a row's columns, which a program's warps share instead of the rows; more than one are as many as warps.
     prefetch: bytes of each row that the second product of a single token in few_tokens_triton.py asks for before its wait.
@@ -67,8 +71,10 @@ class MixtureTiles(NamedTuple):
     down: ExpertTiles
 
 
-def mixture_tiles(tokens: int, top_k: int, experts: int, kind: ExpertsKind) -> MixtureTiles | None:
-    """None: a library multiplies."""
+def mixture_tiles(tokens: int, top_k: int, experts: int, kind: ExpertsKind, hopper: bool = False) -> MixtureTiles | None:
+    """None: a library multiplies.  hopper: whether the kernels for Hopper GPUs can run."""
+    if hopper and tokens <= MOST_HOPPER.get(kind, 0) and tokens * top_k <= MOST_HOPPER_PAIRS:
+        return few_hopper_tiles(tokens, kind)
     if tokens <= MOST_TOKENS.get(kind, 0):
         return few_tokens_tiles(tokens, kind)
     return None if kind == "dense" else MixtureTiles("mixture_triton", *[expert_tiles(tokens * top_k, experts)] * 2)
@@ -94,6 +100,16 @@ def few_tokens_tiles(tokens: int, kind: ExpertsKind) -> MixtureTiles:
     if tokens == 1:
         return _few(ExpertTiles(block_m, 32, 2, 4), ExpertTiles(block_m, 32, 2, 4, splits=8))
     return _few(ExpertTiles(block_m, 16, 1, 5), ExpertTiles(block_m, 16, 1, 4, splits=8))
+
+
+def few_hopper_tiles(tokens: int, kind: ExpertsKind) -> MixtureTiles:
+    """Those of few_hopper.py.  Its warps are slices."""
+    if tokens == 1:
+        units = 6 if kind == "e2m1" else 4
+        tiles = ExpertTiles(8, 16, 4, 1, units, slices=4), ExpertTiles(8, 16, 16, 1, units, slices=16)
+    else:
+        tiles = ExpertTiles(8, 32, 4, 1, 3, slices=4), ExpertTiles(8, 16, 8, 1, 3, slices=8)
+    return MixtureTiles("few_hopper", *tiles)
 
 
 def _few(gate_up: ExpertTiles, down: ExpertTiles) -> MixtureTiles:
