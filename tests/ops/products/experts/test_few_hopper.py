@@ -48,7 +48,8 @@ def test_forms_that_the_kernels_take() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_mixture_equals_its_definition(name: str, T: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps out: rows of another expert or token, gates taken for ups, columns in another order than x's, columns beyond the
-    last one, units that two slices have or none, a scale of another group, activations that nobody wrote, writes beyond the end.
+    last one, units that two slices have or none, a scale of another group, activations that nobody wrote, writes beyond
+    the end.
     """
     from specdec.ops.products.kernels.experts import few_hopper
 

@@ -3,9 +3,9 @@
 Words go from memory to registers, in the order in which the tensor cores take them, and through no shared memory
 (units_hopper.py).  Each warp of a program has a run of units; sums are added up over warps at the end.
 
-- Gate and up: a program takes a tile of rows of one pair's expert, if the pair is the first with that expert: 8 rows of the
-  gate alternate with 8 of up.  Programs of the first tile write a list for the second kernel: of each expert in use a word, with
-  its number, its place in y and a mask of the tokens that chose it, and at last how many there are.
+- Gate and up: a program takes a tile of rows of one pair's expert, if the pair is the first with that expert: 8 rows of
+  the gate alternate with 8 of up.  Programs of the first tile write a list for the second kernel: of each expert in use a word,
+  with its number, its place in y and a mask of the tokens that chose it, and at last how many there are.
 - Down: a program takes a tile of rows of all experts in use (or its split of their units), in one run.
 
 Ids, sums, shared experts and splits are treated as few_tokens_triton.py does, and so are weights of tokens.
@@ -198,14 +198,15 @@ def few_down_hopper_kernel(
     T,
     N: gl.constexpr, K: gl.constexpr, UNITS: gl.constexpr, G: gl.constexpr, GROUP_UNITS: gl.constexpr, A: gl.constexpr,
     PADDED_A: gl.constexpr, EXPERTS: gl.constexpr, KIND: gl.constexpr, SCALES: gl.constexpr, HAS_BIAS: gl.constexpr,
-    HAS_SHARED: gl.constexpr, HAS_GATE: gl.constexpr, ONE: gl.constexpr, STORE_PARTIALS: gl.constexpr, BLOCK_N: gl.constexpr, SPLITS: gl.constexpr,
-    AHEAD: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
+    HAS_SHARED: gl.constexpr, HAS_GATE: gl.constexpr, ONE: gl.constexpr, STORE_PARTIALS: gl.constexpr, BLOCK_N: gl.constexpr,
+    SPLITS: gl.constexpr, AHEAD: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [num_warps, 1, 1], [1, 16, 8])
     out: gl.constexpr = gl.SliceLayout(0, layout)
     words_layout: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 8, 4], [num_warps, 1, 1], [2, 1, 0])
     x_layout: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 8, 4], [num_warps, 1, 1], [2, 1, 0])
     of_slices: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, words_layout))
+    of_scales: gl.constexpr = gl.SliceLayout(2, layout)
     tile, split = gl.program_id(0), gl.program_id(1)
     row_N = (
         _down_rows(tile, N, BLOCK_N, gl.SliceLayout(0, gl.SliceLayout(2, words_layout))),
@@ -220,6 +221,12 @@ def few_down_hopper_kernel(
         here = (id_S >= 0) & (id_S < EXPERTS)
         slices = own_expert(gl.where(here, id_S, 0), number, here.to(gl.int32), s % PER * CHUNK, CHUNK)
         chunk = CHUNK
+        loaded = load_units(
+            qweight, scales, row_N, slices, 0, AHEAD, N, UNITS, G, GROUP_UNITS, not ONE, words_layout, of_scales
+        )
+        if PDL:
+            gdc_wait()
+            gdc_launch_dependents()
     else:
         if PDL:
             gdc_wait()
@@ -228,12 +235,9 @@ def few_down_hopper_kernel(
         low, high = split * units // SPLITS, (split + 1) * units // SPLITS
         chunk = gl.cdiv(high - low, num_warps)
         slices = entries, low + s * chunk, gl.minimum(high, low + s * chunk + chunk)
-    loaded = load_units(
-        qweight, scales, row_N, slices, 0, AHEAD, N, UNITS, G, GROUP_UNITS, not ONE, words_layout, gl.SliceLayout(2, layout)
-    )
-    if PDL and ONE:
-        gdc_wait()
-        gdc_launch_dependents()
+        loaded = load_units(
+            qweight, scales, row_N, slices, 0, AHEAD, N, UNITS, G, GROUP_UNITS, not ONE, words_layout, of_scales
+        )
     more = gl.zeros([BLOCK_N, 8], gl.float32, out)
     m = gl.arange(0, 8, gl.SliceLayout(0, out))
     row = _down_rows(tile, N, BLOCK_N, gl.SliceLayout(1, out))

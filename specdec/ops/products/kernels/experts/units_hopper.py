@@ -1,8 +1,8 @@
 """What the kernels of few_hopper.py are made of: words of experts in registers, their products, and sums over slices.
 
 A unit is 64 bytes of a row of a matrix, of 128 columns in 4 bits and of 64 in 8.  A warp takes units of BLOCK_N rows by itself:
-a thread loads 16 bytes of each of its rows, and these are exactly the values that the tensor cores' instruction (mma) expects of
-it, if 32 columns are taken in another order: thread t of four has columns 8t to 8t + 7.  Columns of x are loaded in the same
+a thread loads 16 bytes of each of its rows, and these are exactly the values that the tensor cores' instruction (mma) expects
+of it, if 32 columns are taken in another order: thread t of four has columns 8t to 8t + 7.  Columns of x are loaded in the same
 order, and a sum does not depend on it.  So no word passes through shared memory, nothing waits for another warp, and the loads
 of several units are on their way at one time.
 
@@ -57,30 +57,35 @@ def load_units(
 
     row_N: a tile's rows of a matrix, in the layouts of words and of scales.
     """
-    if COUNT == 1:
-        expert_S, unit_S, place_S, mask_S = _unit(slices, i, UNITS, LISTED)
-        ok_S = mask_S > 0
-        j = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, words_layout)))
-        words_S = qweight + (expert_S.to(gl.int64) * (ROWS * UNITS * 16) + unit_S * 16)
-        at_SN = words_S[:, None, None] + (row_N[0] * (UNITS * 16))[None, :, None]
-        words = gl.load(at_SN + j[None, None, :], mask=ok_S[:, None, None], other=0, eviction_policy="evict_first")
-        slices_layout: gl.constexpr = gl.SliceLayout(1, scales_layout)
-        scales_S = gl.convert_layout(
-            scales + (expert_S.to(gl.int64) * (ROWS * G) + unit_S // GROUP_UNITS), slices_layout, assert_trivial=True
+    words, scale, place = _load_unit(
+        qweight, scales, row_N, slices, i, ROWS, UNITS, G, GROUP_UNITS, LISTED, words_layout, scales_layout
+    )
+    all_words, all_scales, places = (words,), (scale,), (place,)
+    for n in gl.static_range(1, COUNT):
+        words, scale, place = _load_unit(
+            qweight, scales, row_N, slices, i + n, ROWS, UNITS, G, GROUP_UNITS, LISTED, words_layout, scales_layout
         )
-        ok_S = gl.convert_layout(ok_S.to(gl.int32), slices_layout, assert_trivial=True) > 0
-        scale = gl.load(scales_S[:, None] + (row_N[1] * G)[None, :], mask=ok_S[:, None], other=0)
-        return (words,), (scale,), ((unit_S, place_S, mask_S),)
-    else:
-        HALF: gl.constexpr = COUNT // 2
-        words, scale, places = load_units(
-            qweight, scales, row_N, slices, i, HALF, ROWS, UNITS, G, GROUP_UNITS, LISTED, words_layout, scales_layout
-        )  # fmt: skip
-        more_words, more_scale, more_places = load_units(
-            qweight, scales, row_N, slices, i + HALF, COUNT - HALF, ROWS, UNITS, G, GROUP_UNITS, LISTED, words_layout,
-            scales_layout,
-        )  # fmt: skip
-        return words + more_words, scale + more_scale, places + more_places
+        all_words, all_scales, places = all_words + (words,), all_scales + (scale,), places + (place,)
+    return all_words, all_scales, places
+
+
+@gluon.jit
+def _load_unit(
+    qweight, scales, row_N, slices, i, ROWS: gl.constexpr, UNITS: gl.constexpr, G: gl.constexpr, GROUP_UNITS: gl.constexpr,
+    LISTED: gl.constexpr, words_layout: gl.constexpr, scales_layout: gl.constexpr,
+):  # fmt: skip
+    expert_S, unit_S, place_S, mask_S = _unit(slices, i, UNITS, LISTED)
+    ok_S = mask_S > 0
+    j = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, words_layout)))
+    words_S = qweight + (expert_S.to(gl.int64) * (ROWS * UNITS * 16) + unit_S * 16)
+    at_SN = words_S[:, None, None] + (row_N[0] * (UNITS * 16))[None, :, None]
+    words = gl.load(at_SN + j[None, None, :], mask=ok_S[:, None, None], other=0, eviction_policy="evict_first")
+    slices_layout: gl.constexpr = gl.SliceLayout(1, scales_layout)
+    scales_S = scales + (expert_S.to(gl.int64) * (ROWS * G) + unit_S // GROUP_UNITS)
+    scales_S = gl.convert_layout(scales_S, slices_layout, assert_trivial=True)
+    ok_S = gl.convert_layout(ok_S.to(gl.int32), slices_layout, assert_trivial=True) > 0
+    scale = gl.load(scales_S[:, None] + (row_N[1] * G)[None, :], mask=ok_S[:, None], other=0)
+    return words, scale, (unit_S, place_S, mask_S)
 
 
 @gluon.jit
