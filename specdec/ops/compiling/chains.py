@@ -74,7 +74,7 @@ GROUPS = (
         {
             "quantised_experts": "topk_ids qweight",
             "few_down": "topk_ids qweight",
-            "few_down_hopper": "topk_ids qweight scales",
+            "few_down_hopper": "topk_ids qweight",
             "hopper_linear": "weight_tiles",
             "linear": "weight",
             "large_n_linear": "weight",

@@ -310,6 +310,7 @@ def launch_few_down_hopper(
     (arguments, values), N = _arguments(stack, form.down_bias, x_PTK), stack.rows
     assert x_PTK.shape[2] == stack.columns and x_PTK.is_contiguous() and N % 8 == 0
     assert shared is None or (shared.out_TH.is_contiguous() and shared.out_TH.shape == (T, N))
+    assert T > 1 or tiles.warps * tiles.splits % triton.next_power_of_2(A) == 0  # slices of an expert
     num_tiles, none = triton.cdiv(N, tiles.block_n), x_PTK
     y, partials, arrivals = result_of(x_PTK[0], N, tiles.splits, num_tiles, tiles.block_n, 8, store_partials)
     gate = None if shared is None else shared.gate_T1
