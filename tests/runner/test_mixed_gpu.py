@@ -10,8 +10,6 @@ import torch
 from toolkit.driver import Driver
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
-from specdec.loading.build import mixing
-from specdec.loading.devices import MIXED_COST
 from specdec.shipped import draft_folder, prompts_file, target_folder
 
 pytestmark = pytest.mark.gpu
@@ -65,10 +63,7 @@ def test_prompts_that_arrive_beside_rounds(head: bool, cuda_graphs: Any, expecte
 
 
 def test_which_decoders_mix() -> None:
-    """Where mixed passes are on, and if they were.
-
-    Keeps out: a mixed pass of trees or in deterministic mode, whose rows must not depend on what is computed with them.
-    """
+    """Keeps out: a mixed pass of trees or in deterministic mode, whose rows must not depend on what is computed with them."""
     folders = target_folder(), draft_folder()
     chain, tree = SpecConfig(5, 1, 6), SpecConfig(5, 4, 16)
     for spec, settings, mixes in (
@@ -79,7 +74,5 @@ def test_which_decoders_mix() -> None:
         (SpecConfig("auto"), {}, False),
     ):
         decoder = SpecDecoder.from_pretrained(*folders, spec, device="cuda", max_seq_len=256, **settings)  # type: ignore[arg-type]
-        driver, least = Driver(decoder), MIXED_COST["cuda"]
-        assert driver.mixes == (mixes and least is not None), (spec, settings)
-        of_decoder = decoder.model, decoder.head, decoder.settings, driver.backend
-        assert (mixing(*of_decoder, least=1024) is not None) == mixes, (spec, settings)
+        driver = Driver(decoder)
+        assert driver.mixes == mixes, (spec, settings)

@@ -101,7 +101,8 @@ def test_parts_of_real_widths(lengths: list[int]) -> None:
     states = error(layer.state_PHKV[write_B], exact.state_PHKV[write_B])
     print(f"{lengths}: convolution {error(y, want_y):.1e}, outputs {error(out, want):.1e}, states {states:.1e}")
     # Of outputs 1.7e-3 are their own rounding; what only goes into them is rounded to 16 bits, too: see chunks/launch.py.
-    assert error(y, want_y) < 3e-3 and error(out, want) < 4e-3 and states < 2e-5
+    # States: 3.4e-5 on an H200 after 8,192 tokens, 1e-3 where a second half is lost.
+    assert error(y, want_y) < 3e-3 and error(out, want) < 4e-3 and states < 6e-5
     assert torch.equal(layer.conv_PWC[write_B].double(), exact.conv_PWC[write_B])
 
 

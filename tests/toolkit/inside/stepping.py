@@ -57,7 +57,7 @@ def hold(decoder: SpecDecoder, options: list[dict[str, Any]], seed: int = 0, exa
     driver.set_depth(1)
     driver.set_chunk(chance.choice([5, 11, 1000]))
     requests, before = ask(decoder, options), driver.stepped_back
-    with driver.stepping_back(chance, 0.35) as counts:
+    with driver.stepping_back(chance, 0.6) as counts:  # a chain whose drafts are accepted has few steps
         got = run(decoder, requests)
     times, recomputed = (now - earlier for now, earlier in zip(driver.stepped_back, before, strict=True))
     assert all(counts[request] for request in requests) and counts.total() > len(requests) + 2

@@ -29,6 +29,8 @@ class RuleTiles(NamedTuple):
     """A program's columns of values, the rows of the state that it multiplies at once, its warps; warps of nodes_triton.py.
 
     group: accepted nodes of the pending path that are read at once.
+    ahead: whether all that nodes give is loaded before the state is stored.  A program then waits for memory once less, and an
+        SM has registers for fewer programs.
     """
 
     block_v: int
@@ -36,6 +38,7 @@ class RuleTiles(NamedTuple):
     warps: int = 4
     node_warps: int = 4
     group: int = 2
+    ahead: bool = False
 
 
 def tree_tiles(sequences: int, nodes: int, value_heads: int) -> RuleTiles:
@@ -44,11 +47,11 @@ def tree_tiles(sequences: int, nodes: int, value_heads: int) -> RuleTiles:
     if nodes == 1:
         return RuleTiles(64, warps=2)
     if nodes <= 8:
-        return RuleTiles(16, 64, 1, 1, 3) if crowded else RuleTiles(64, 64, 4, 2, 3)
+        return RuleTiles(16, 64, 1, 1, 3, True) if crowded else RuleTiles(64, 64, 4, 2, 3, True)
     if nodes <= 16:
         return RuleTiles(32, 32, 2, 2)
     if nodes <= 32:
-        return RuleTiles(32, 128, 4, 2) if crowded else RuleTiles(32, 128, 4, 4, 3)
+        return RuleTiles(32, 128, 4, 2) if crowded else RuleTiles(32, 128, 4, 4, 3, True)
     return RuleTiles(32, 32, 8, 8)
 
 
@@ -64,7 +67,7 @@ def tree_rule_kernel(
     stride_y, stride_state, stride_k, stride_u, stride_decay,
     N: tl.constexpr, E: tl.constexpr, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     PRECISION: tl.constexpr, P: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-    PDL: tl.constexpr,
+    AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row, h, block = tl.program_id(1).to(tl.int64), tl.program_id(0) // (V // BLOCK_V), tl.program_id(0) % (V // BLOCK_V)
     g, v = h // (H // G), block * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -88,8 +91,10 @@ def tree_rule_kernel(
     v_NV, f_N = tl.load(from_v_NV, mask=ok_N1, other=0.0), tl.load(own + 2 * P * P + n)
     r_N = tl.load(own + 2 * P * P + P + n)
     blocks = ()
-    for step in tl.static_range(K // BLOCK_K if P == 8 else 0):  # of more nodes registers do not hold all blocks
+    for step in tl.static_range(K // BLOCK_K if AHEAD else 0):
         blocks = blocks + (tl.load(from_IK + step * BLOCK_K, mask=ok_I1, other=0.0),)  # type: ignore[assignment]
+    if AHEAD:
+        solved_IJ = _nodes_matrices(own, P)
     tiles = add_path(faded(raw, last, K // BLOCK_K), decays, added, keys, last, K // BLOCK_K, GROUP)
     if E > GROUP:
         tiles = add_rest(tiles, from_k, from_u_V, from_decay, path, accepted, G, H, K, V, GROUP, BLOCK_K)
@@ -97,28 +102,39 @@ def tree_rule_kernel(
         tl.store(to_state_KV + number * stride_state + step * BLOCK_K * V, tiles[step])
     products_IV = tl.zeros([2 * P, BLOCK_V], tl.float32)
     for step in tl.static_range(K // BLOCK_K):
-        block_IK = blocks[step] if P == 8 else tl.load(from_IK + step * BLOCK_K, mask=ok_I1, other=0.0)
+        block_IK = blocks[step] if AHEAD else tl.load(from_IK + step * BLOCK_K, mask=ok_I1, other=0.0)
         products_IV = multiplied(block_IK, tiles[step], products_IV, PRECISION)
-    out_NV, u_NV = _solved(own, products_IV, v_NV.to(tl.float32), f_N, r_N, P, PRECISION)
+    if not AHEAD:
+        solved_IJ = _nodes_matrices(own, P)
+    out_NV, u_NV = _solved(solved_IJ, products_IV, v_NV.to(tl.float32), f_N, r_N, P, PRECISION)
     to_NV = (n * H * V + h * V)[:, None] + v[None, :]
     tl.store(out + row * N * H * V + to_NV, out_NV.to(out.dtype.element_ty), mask=ok_N1)
     tl.store(u_left + number * stride_u + to_NV, u_NV, mask=ok_N1)
 
 
 @triton.jit
-def _solved(own, products_IV, v_NV, f_N, r_N, P: tl.constexpr, PRECISION: tl.constexpr):
+def _nodes_matrices(own, P: tl.constexpr):
+    """A above T [2 P, P]; of 8 nodes with zeros in front, because a product adds up 16 terms at least."""
+    i, n = tl.arange(0, 2 * P), tl.arange(0, P)
+    if P == 8:
+        at_II, ok_II = i[:, None] * P + (i - P)[None, :], (i >= P)[None, :] & (i >= 0)[:, None]
+        solved_IJ = tl.load(own + at_II, mask=ok_II, other=0.0)
+    else:
+        solved_IJ = tl.load(own + i[:, None] * P + n[None, :])
+    return solved_IJ
+
+
+@triton.jit
+def _solved(solved_IJ, products_IV, v_NV, f_N, r_N, P: tl.constexpr, PRECISION: tl.constexpr):
     """(outputs, u): see nodes_triton.py.  What is not finite is NaN in its own output, and reaches nobody else."""
     V: tl.constexpr = products_IV.shape[1]
-    i, n, sound_NV = tl.arange(0, 2 * P), tl.arange(0, P), tl.abs(v_NV) < float("inf")
+    sound_NV = tl.abs(v_NV) < float("inf")
     q_state_NV, k_state_NV = tl.split(tl.permute(tl.reshape(products_IV, [2, P, V]), (1, 2, 0)))
     right_NV = tl.where(sound_NV, v_NV, 0.0) - r_N[:, None] * k_state_NV
     right_NV = tl.where(tl.abs(right_NV) < float("inf"), right_NV, 0.0)
-    if P == 8:  # a product adds up 16 terms at least: zeros stand in front
-        solved_II = tl.load(own + i[:, None] * P + (i - P)[None, :], mask=(i >= P)[None, :] & (i >= 0)[:, None], other=0.0)
-        padded_IV = tl.reshape(tl.permute(tl.join(tl.zeros_like(right_NV), right_NV), (2, 0, 1)), [2 * P, V])
-        result_IV = tl.dot(solved_II, padded_IV, input_precision=PRECISION)
-    else:
-        result_IV = tl.dot(tl.load(own + i[:, None] * P + n[None, :]), right_NV, input_precision=PRECISION)  # A above T
+    if P == 8:
+        right_NV = tl.reshape(tl.permute(tl.join(tl.zeros_like(right_NV), right_NV), (2, 0, 1)), [2 * P, V])
+    result_IV = tl.dot(solved_IJ, right_NV, input_precision=PRECISION)
     out_NV, u_NV = tl.split(tl.permute(tl.reshape(result_IV, [2, P, V]), (1, 2, 0)))
     return tl.where(sound_NV, out_NV + f_N[:, None] * q_state_NV, float("nan")), u_NV
 
@@ -158,7 +174,7 @@ def launch_tree_rule(
     )  # fmt: skip
     tree_rule_kernel[(H * (V // block_v), B)](
         y_TC, solved, *memory, *numbers, out_THV, strides[0], *of_memory, E=E, V=V, GROUP=group, BLOCK_K=min(K, tiles.block_k),
-        BLOCK_V=block_v, num_warps=tiles.warps, **sizes, **here,
+        BLOCK_V=block_v, AHEAD=tiles.ahead, num_warps=tiles.warps, **sizes, **here,
     )  # fmt: skip
     return out_THV
 
