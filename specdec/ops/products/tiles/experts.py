@@ -108,7 +108,7 @@ def few_hopper_tiles(tokens: int, kind: ExpertsKind) -> MixtureTiles:
         units = 6 if kind == "e2m1" else 4
         tiles = ExpertTiles(8, 16, 4, 1, units, slices=4), ExpertTiles(8, 16, 16, 1, units, slices=16)
     else:
-        tiles = ExpertTiles(8, 32, 4, 1, 3, slices=4), ExpertTiles(8, 16, 8, 1, 3, slices=8)
+        tiles = ExpertTiles(8, 16, 4, 1, 3, slices=4), ExpertTiles(8, 16, 8, 1, 2, slices=8)
     return MixtureTiles("few_hopper", *tiles)
 
 
