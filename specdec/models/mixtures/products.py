@@ -23,15 +23,16 @@ from specdec.ops.products.experts import (
     QuantisedExperts,
     SharedOutput,
     by_expert,
+    grouped_tiles,
     mixture_tiles,
     run_mixture,
     sorted_tiles,
 )
-from specdec.ops.products.grouped import has_grouped_product
+from specdec.ops.products.grouped import grouped_linear, has_grouped_product, place_pairs
 from specdec.ops.products.numerics import FAST, Numerics
 from specdec.ops.products.partials import Partials
-from specdec.ops.products.stacked import experts_linear, weighted_sum
-from specdec.ops.products.tiles.experts import StackedTiles
+from specdec.ops.products.stacked import experts_linear, spread_rows, weighted_sum
+from specdec.ops.products.tiles.experts import GroupedTiles, StackedTiles
 
 MAX_COPIED = 1 << 30  # bytes of experts' weights that gathered_experts may copy in one call
 
@@ -58,6 +59,9 @@ def mixture(
     elif (stacked := sorted_tiles(x_TH, experts, topk_ids_TK.shape[1], numerics)) is not None:
         assert isinstance(experts, DenseExperts)
         out_TH = ordered_experts(x_TH, *chosen, experts.gate_up, experts.down, form, stacked)
+    elif (grouped := grouped_tiles(x_TH, experts, numerics)) is not None:
+        assert isinstance(experts, DenseExperts)
+        out_TH = placed_experts(x_TH, *chosen, experts.gate_up, experts.down, form, grouped)
     elif isinstance(experts, DenseExperts):
         out_TH = run_experts(x_TH, *chosen, experts.gate_up, experts.down, form)
     elif 3 * topk_ids_TK.numel() <= gate_up.count and not is_traced(x_TH):  # only the experts in use are dequantised
@@ -113,7 +117,9 @@ def grouped_experts(
     mid_PF = form.gate(_biased(F.grouped_mm(rows_PH, gate_up_EGH.transpose(1, 2), offs=ends_E), form.gate_up_bias, of_P))
     out_PH = _biased(F.grouped_mm(mid_PF, down_EHF.transpose(1, 2), offs=ends_E), form.down_bias, of_P)
     if use_kernels(out_PH) and topk_weights_TK.dtype == torch.float32:
-        return weighted_sum(out_PH.view(T, K, -1), topk_weights_TK.contiguous(), order_P)
+        numbers_P = torch.arange(T * K, dtype=torch.int64, device=order_P.device)
+        places_P = torch.empty_like(order_P).index_copy_(0, order_P, numbers_P)
+        return weighted_sum(out_PH, topk_weights_TK.contiguous(), places_P)
     in_order_PH = torch.empty_like(out_PH).index_copy_(0, order_P, out_PH)
     return _weighted(in_order_PH.view(T, K, -1), topk_weights_TK, x_TH.dtype, form)
 
@@ -137,6 +143,18 @@ def ordered_experts(
     mid_PF = experts_linear(x_TH, gate_up_EGH, form.gate_up_bias, *of_pairs, gate=form.gate, tiles=tiles)
     out_PH = experts_linear(mid_PF, down_EHF, form.down_bias, *of_pairs, gate=None, tiles=tiles)
     return weighted_sum(out_PH.view(T, K, -1), topk_weights_TK)
+
+
+def placed_experts(
+    x_TH: Tensor, topk_weights_TK: Tensor, topk_ids_TK: Tensor, gate_up_EGH: Tensor, down_EHF: Tensor, form: Form,
+    tiles: tuple[GroupedTiles, GroupedTiles],
+) -> Tensor:  # fmt: skip
+    """The sum by the kernels for many rows an expert.  On a Hopper GPU alone."""
+    places = place_pairs(topk_ids_TK, len(gate_up_EGH))
+    rows_RH = spread_rows(x_TH, places.places_P, places.count)
+    mid_RF = grouped_linear(rows_RH, gate_up_EGH, form.gate_up_bias, places, form.gate, tiles[0])
+    out_RH = grouped_linear(mid_RF, down_EHF, form.down_bias, places, None, tiles[1])
+    return weighted_sum(out_RH, topk_weights_TK.float().contiguous(), places.places_P)
 
 
 def gathered_experts(

@@ -70,7 +70,8 @@ GROUPS = (
         "The norm in front of the qkv projection is complete when the store after it starts, and so are the tables, "
         "lengths and first keys made before that norm, which store and attention read before their waits. The second "
         "product of experts reads topk_ids, which the first one has waited for.",
-        "tiled_linear experts_linear weighted_sum each_linear own_pairs by_expert norm_parts few_gate_up few_gate_up_hopper",
+        "tiled_linear experts_linear weighted_sum spread_rows each_linear own_pairs by_expert count_pairs place_pairs "
+        "router_many norm_parts few_gate_up few_gate_up_hopper",
         {
             "quantised_experts": "topk_ids qweight",
             "few_down": "topk_ids qweight",
@@ -173,7 +174,7 @@ GROUPS = (
     KernelGroup(
         "unchained",
         "It is launched without the attribute: it starts when the kernel in front is complete, and may read everything.",
-        "gated_linear dequantise match_keys",
+        "gated_linear grouped_linear dequantise match_keys",
         {},
     ),
 )

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specdec.ops.launch import has_gluon, has_pdl, has_triton, use_kernels
 from specdec.ops.operator import is_traced
-from specdec.ops.products.dense import silu_mul
+from specdec.ops.products.dense import silu_mul, tma_reads
 from specdec.ops.products.formats.experts import QuantisedStack, has_units, scales_form
 from specdec.ops.products.gpus import match_of
 from specdec.ops.products.numerics import Numerics
@@ -28,6 +28,7 @@ from specdec.ops.products.tiles.experts import (
     MAX_SORTED,
     ExpertsKind,
     ExpertTiles,
+    GroupedTiles,
     MixtureTiles,
     StackedTiles,
     expert_tiles,
@@ -130,6 +131,18 @@ def sorted_tiles(x_TH: Tensor, experts: Experts, top_k: int, numerics: Numerics)
     return numerics.sorted_tiles(len(x_TH), top_k, len(experts.gate_up), x_TH.dtype, has_pdl(x_TH.device))
 
 
+def grouped_tiles(x_TH: Tensor, experts: Experts, numerics: Numerics) -> tuple[GroupedTiles, GroupedTiles] | None:
+    """Those of grouped.py's kernel for many rows an expert, of gate and up, and of down; None: a library multiplies."""
+    if not isinstance(experts, DenseExperts) or not use_kernels(x_TH) or not has_pdl(x_TH.device) or not len(x_TH):
+        return None
+    ours = all(stack.is_contiguous() and stack.dtype == x_TH.dtype for stack in experts[:2])
+    if not ours or not has_gluon() or not match_of(x_TH.device).hopper:
+        return None
+    if not tma_reads(*(stack.flatten(0, 1) for stack in experts[:2])):
+        return None
+    return numerics.grouped_tiles(*experts.down.shape[1:], x_TH.dtype)
+
+
 def run_mixture(
     x_TH: Tensor, topk_weights_TK: Tensor, topk_ids_TK: Tensor, experts: Experts, tiles: MixtureTiles,
     shared: SharedOutput | None = None, partials: bool = False,
@@ -198,10 +211,11 @@ def by_expert(topk_ids_TK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 
     Pairs that are skipped come last.  Of pairs of one expert the first is first.
     """
-    if topk_ids_TK.is_cuda and not is_traced(topk_ids_TK) and has_triton() and 0 < topk_ids_TK.numel() <= MAX_SORTED:
-        from specdec.ops.products.kernels.experts.by_expert_triton import launch_by_expert
+    if topk_ids_TK.is_cuda and not is_traced(topk_ids_TK) and has_triton() and topk_ids_TK.numel():
+        from specdec.ops.products.kernels.experts.by_expert_triton import launch_by_expert, launch_by_expert_many
 
-        return launch_by_expert(topk_ids_TK.flatten(), experts)
+        launch = launch_by_expert if topk_ids_TK.numel() <= MAX_SORTED else launch_by_expert_many
+        return launch(topk_ids_TK.flatten(), experts)
     counts = torch.zeros(experts + 1, dtype=torch.int32, device=topk_ids_TK.device)
     counts.index_add_(0, topk_ids_TK.flatten(), counts.new_ones(topk_ids_TK.numel()))
     return topk_ids_TK.flatten().argsort(stable=True), counts[:experts]

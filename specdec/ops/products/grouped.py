@@ -1,18 +1,65 @@
-"""Whether torch's grouped product (`F.grouped_mm`) runs on given weights without reading anything on the host.
+"""Products of experts with many rows each: by our kernel for Hopper GPUs, or whether torch's `F.grouped_mm` can compute them.
 
-Shapes: E experts, N out, K in.
+Either reads nothing on the host.  Ours wants rows that lie as `place_pairs` says.
+
+Shapes: T tokens, A experts of a token (top_k), P = T * A pairs, R rows of x, E experts, N out, K in.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from specdec.ops.products.tiles.experts import GROUPED_ALIGN, GROUPED_TILE, GroupedTiles
+
+if TYPE_CHECKING:
+    from specdec.ops.products.experts import SwiGLU
+
 Capability = Callable[[torch.device], tuple[int, int]]  # of a GPU
 ALIGNMENT = 16  # bytes: the rows of inputs, weights and outputs must be multiples of it
+
+
+class Places(NamedTuple):
+    """Where pairs' rows lie: sorted by expert, of one expert the first pair first, and GROUPED_ALIGN rows between beginnings.
+
+    places_P: int32, the row of each pair; -1: the pair is skipped.  count: of rows, the most that so many pairs can take.
+    table: int32 [1 + tiles, 4], which the kernel of products reads (place_pairs_kernel).
+    """
+
+    places_P: Tensor
+    table: Tensor
+    count: int
+
+
+def place_pairs(topk_ids_TA: Tensor, experts: int) -> Places:
+    """On a GPU alone.  Pairs whose number is `experts` are skipped."""
+    from specdec.ops.products.kernels.experts.by_expert_triton import launch_place_pairs
+
+    ids_P = topk_ids_TA.flatten()
+    P = len(ids_P)
+    count = (P // GROUPED_ALIGN + min(P, experts)) * GROUPED_ALIGN
+    return Places(*launch_place_pairs(ids_P, experts, GROUPED_ALIGN, GROUPED_TILE), count)
+
+
+def grouped_linear(
+    x_RK: Tensor, weight_ENK: Tensor, bias_EN: Tensor | None, places: Places, gate: SwiGLU | None, tiles: GroupedTiles
+) -> Tensor:
+    """[R, N]: each row's product with its expert's matrix, plus its bias.  gate: of gate and up projections, else None.
+
+    A row where no pair lies may hold anything, before and after.
+    """
+    from specdec.ops.products.kernels.experts.grouped_hopper import launch_grouped_hopper
+
+    return launch_grouped_hopper(x_RK, weight_ENK, bias_EN, places.table, gate, tiles, _sms(x_RK.device))
+
+
+@cache
+def _sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def has_grouped_product(weights_ENK: Sequence[Tensor], capability: Capability = torch.cuda.get_device_capability) -> bool:

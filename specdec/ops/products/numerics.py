@@ -22,9 +22,12 @@ from specdec.ops.products.gpus import H100, GpuKind
 from specdec.ops.products.tiles.dense import ProductTiles, invariant_tiles, product_tiles
 from specdec.ops.products.tiles.experts import (
     ExpertsKind,
+    GroupedTiles,
+    ManyRouterTiles,
     MixtureTiles,
     RouterTiles,
     StackedTiles,
+    grouped_tiles,
     mixture_tiles,
     router_tiles,
     sorted_tiles,
@@ -99,7 +102,14 @@ class Numerics:
         """
         return sorted_tiles(tokens, top_k, experts) if chained and dtype != torch.float32 else None
 
-    def router_tiles(self, tokens: int, experts: int, dtype: torch.dtype) -> RouterTiles | None:
+    def grouped_tiles(self, H: int, F: int, dtype: torch.dtype) -> tuple[GroupedTiles, GroupedTiles] | None:
+        """Those of gate and up, and of down, of dense experts with many rows each on Hopper GPUs; None: torch multiplies.
+
+        It is asked where `sorted_tiles` has none.
+        """
+        return grouped_tiles(H, F) if dtype != torch.float32 else None
+
+    def router_tiles(self, tokens: int, experts: int, dtype: torch.dtype) -> RouterTiles | ManyRouterTiles | None:
         """Those of a router of x of that dtype; None: a library computes its logits, and torch's operations choose."""
         return None if dtype == torch.float32 else router_tiles(tokens, experts)
 
@@ -134,6 +144,9 @@ class Invariant(Numerics):
 
     def sorted_tiles(self, tokens: int, top_k: int, experts: int, dtype: torch.dtype, *others: object) -> StackedTiles:
         return stacked_tiles(-(-tokens * top_k // experts), dtype.itemsize)
+
+    def grouped_tiles(self, *shape: object) -> Never:
+        raise AssertionError("`sorted_tiles` has those")
 
     def router_tiles(self, tokens: int, experts: int, dtype: torch.dtype) -> None:
         return None  # `stacked_tiles` has those of logits, whatever the number of tokens

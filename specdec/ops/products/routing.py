@@ -1,7 +1,7 @@
-"""Which experts a token takes, and with what weights: the rule as data, its definition, and the launch for few tokens.
+"""Which experts a token takes, and with what weights: the rule as data, its definition, and the launch on a GPU.
 
-`choose` is the definition, of logits.  Of few tokens on a GPU one kernel computes logits and choice (`routed`), where the
-policy has tiles for it.  No shape in this file depends on the values of a tensor, so all of it can run inside CUDA graphs.
+`choose` is the definition, of logits.  On a GPU one kernel computes logits and choice (`routed`), where the policy has tiles
+for it.  No shape in this file depends on the values of a tensor, so all of it can run inside CUDA graphs.
 
 Shapes: T tokens, H hidden size, E experts, K experts of a token (top_k), G groups of experts, L logits of a token: E, and one
 more where the shared experts are weighed.
@@ -18,7 +18,7 @@ from torch import Tensor
 from specdec.ops.launch import use_kernels
 from specdec.ops.products.numerics import Numerics
 from specdec.ops.products.own_pairs import Kept
-from specdec.ops.products.tiles.experts import RouterTiles
+from specdec.ops.products.tiles.experts import ManyRouterTiles, RouterTiles
 
 Scores = Literal["softmax", "sigmoid", "softmax of chosen"]
 Routed = tuple[Tensor, Tensor, Tensor | None]
@@ -63,19 +63,26 @@ class RouterWeights(NamedTuple):
 
 
 def routed(
-    x_TH: Tensor, router: RouterWeights, rule: RouterRule, experts: int, tiles: RouterTiles, kept: Kept | None = None
-) -> Routed:
+    x_TH: Tensor, router: RouterWeights, rule: RouterRule, experts: int, tiles: RouterTiles | ManyRouterTiles,
+    kept: Kept | None = None,
+) -> Routed:  # fmt: skip
     """(topk_weights [T, K] float32, topk_ids [T, K] int64, what weighs the shared experts [T, 1] float32 or None).
 
     kept: what `own_pairs` does afterwards; None: nothing.
     One launch.  Logits are summed in float32.  Ties go to the lower index.  Where logits are NaN, ids are still experts'.
     """
+    if isinstance(tiles, ManyRouterTiles):
+        from specdec.ops.products.kernels.experts.router_many_triton import launch_router_many
+
+        return launch_router_many(x_TH, router, rule, experts, tiles, kept)
     from specdec.ops.products.kernels.experts.router_triton import launch_router
 
     return launch_router(x_TH, router, rule, experts, tiles, kept)
 
 
-def router_tiles(x_TH: Tensor, router: RouterWeights, experts: int, numerics: Numerics) -> RouterTiles | None:
+def router_tiles(
+    x_TH: Tensor, router: RouterWeights, experts: int, numerics: Numerics
+) -> RouterTiles | ManyRouterTiles | None:  # fmt: skip
     """Those of `routed`; None: torch computes logits, and `choose` their experts."""
     weight_LH = router.weight_LH
     if not use_kernels(x_TH) or x_TH.dim() != 2 or weight_LH.dtype == torch.float64 or not weight_LH.is_contiguous():

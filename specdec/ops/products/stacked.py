@@ -55,15 +55,18 @@ def experts_linear(
     return launch_experts_linear(x, weight_ENK, bias_EN, order_P, counts_E, top_k, gate, tiles)
 
 
-def weighted_sum(x_MAN: Tensor, topk_weights_MA: Tensor, order_P: Tensor | None = None) -> Tensor:
+def weighted_sum(x: Tensor, topk_weights_MA: Tensor, places_P: Tensor | None = None) -> Tensor:
     """[M, N]: the sum of a token's A rows times their weights (float32), added up in float32 from the first to the last.
 
-    A row whose weight is 0 may hold anything.  order_P: the pairs whose rows x has, one after the other; None: in their order.
+    x: [M, A, N], or rows of which places_P says which one is a pair's.  A row whose weight is 0 may hold anything.
     """
     from specdec.ops.products.kernels.experts.stacked_triton import launch_weighted_sum
 
-    places_P = None
-    if order_P is not None:
-        numbers_P = torch.arange(len(order_P), dtype=torch.int64, device=order_P.device)
-        places_P = torch.empty_like(order_P).index_copy_(0, order_P, numbers_P)
-    return launch_weighted_sum(x_MAN, topk_weights_MA, places_P)
+    return launch_weighted_sum(x, topk_weights_MA, places_P)
+
+
+def spread_rows(x_MK: Tensor, places_P: Tensor, rows: int) -> Tensor:
+    """[rows, K]: x's row of each pair at the pair's place.  Nobody writes the others, nor a pair's whose place is -1."""
+    from specdec.ops.products.kernels.experts.stacked_triton import launch_spread_rows
+
+    return launch_spread_rows(x_MK, places_P, rows)

@@ -16,6 +16,7 @@ PASSES: tuple[Callable[[], None], ...] = (
     products.lossless_products,
     products.coded_mixtures,
     products.dense_mixtures,
+    products.many_tokens,
     products.norms_and_rows,
     recurrent.recurrent_layers,
     attention.heads_attention,

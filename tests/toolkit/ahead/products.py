@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from specdec.models.mixtures.products import placed_experts
 from specdec.ops.launch import has_pdl
 from specdec.ops.norm import add_rms_norm, norm_parts, pair_rms_norm, part_squares, rms_norm
 from specdec.ops.products.dense import DenseWeight, gated_linear, linear, silu_mul
@@ -18,6 +19,7 @@ from specdec.ops.products.experts import (
     SwiGLU,
     by_expert,
     few_tokens_experts,
+    grouped_tiles,
     mixture_tiles,
     quantised_experts,
 )
@@ -60,7 +62,6 @@ def products() -> None:
                 experts_linear(halves(T, H), halves(E, 2 * F, H), biases[0], order, each, A, gate=gate)
                 experts_linear(halves(T * A, F), halves(E, H, F), biases[1], order, each, A, gate=None)
         weighted_sum(halves(T, A, H), floats(T, A))
-        weighted_sum(halves(T, A, H), floats(T, A), order)
         by_expert(ids(T, A), E)
         own_pairs(floats(T, A), ids(T, A), range(64))
         own_pairs(floats(6 * T, A), ids(6 * T, A), range(E), LiveRows(counts(T), ids(T)))
@@ -137,13 +138,27 @@ def dense_mixtures() -> None:
             few_tokens_experts(halves(T, 2048), floats(T, 8), ids(T, 8), experts, tiles, shared, partials=shared is None)
         for E, H, rule in ((128, 2048, RouterRule(8, "softmax", normed=True)), (256, 7168, deepseek)):
             correction, router = floats(E) if rule.corrected else None, router_tiles(T, E)
-            assert router is not None
             routed(halves(T, H), RouterWeights(halves(E, H), None, correction), rule, E, router)
             routed(halves(T, H), RouterWeights(halves(E + 1, H), None, correction), rule, E, router)
         gpt_oss = RouterRule(4, "softmax of chosen", biased=True)
         router = router_tiles(T, 32)
-        assert router is not None
         routed(halves(T, 2880), RouterWeights(floats(32, 2880), floats(32), None), gpt_oss, 32, router)
+
+
+def many_tokens() -> None:
+    """Routers and experts of 16 bits of prompts, the latter on Hopper alone."""
+    for E, H, F, rule in (
+        (128, 2048, 768, RouterRule(8, "softmax", normed=True)),
+        (32, 2880, 2880, RouterRule(4, "softmax of chosen", biased=True)),
+    ):
+        for T in (300, 4096, 8192):
+            weight = floats(E, H) if rule.biased else halves(E, H)
+            routed(halves(T, H), RouterWeights(weight, floats(E) if rule.biased else None, None), rule, E, router_tiles(T, E))
+            by_expert(ids(16 * T, 8), E)
+            form = Form(SwiGLU(1.702, 7.0), halves(E, 2 * F), halves(E, H)) if rule.biased else Form()
+            experts = DenseExperts(halves(E, 2 * F, H), halves(E, H, F), form)
+            if (tiles := grouped_tiles(halves(T, H), experts, FAST)) is not None:
+                placed_experts(halves(T, H), floats(T, 8), ids(T, 8), *experts, tiles)
 
 
 def norms_and_rows() -> None:

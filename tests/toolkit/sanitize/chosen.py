@@ -8,6 +8,7 @@ from pathlib import Path
 
 from toolkit.sanitize.explained import ROOMS
 
+ROUTED = "tests/ops/products/experts/test_routed.py"
 RULE = "tests/ops/recurrent/test_rule_triton.py"
 
 CHOSEN: dict[str, list[str]] = {
@@ -57,12 +58,17 @@ CHOSEN: dict[str, list[str]] = {
         "tests/ops/products/experts/test_few_hopper.py::test_a_mixture_equals_its_definition[int4-5]",
     ],
     "few_down_hopper_kernel": [],
-    "router_kernel": [
-        "tests/ops/products/experts/test_routed.py::test_one_launch_chooses_as_the_definition[sigmoid, groups' best two-5-True]"
-    ],
+    "router_kernel": [f"{ROUTED}::test_one_launch_chooses_as_the_definition[sigmoid, groups' best two-5-True-tiles0]"],
+    "router_many_kernel": [f"{ROUTED}::test_one_launch_chooses_as_the_definition[sigmoid, groups' best two-21-True-tiles2]"],
     "experts_linear_kernel": ["tests/ops/products/experts/test_stacked.py::test_experts_equal_the_definition[7-2]"],
     "weighted_sum_kernel": [],
-    "by_expert_kernel": ["tests/ops/products/experts/test_stacked.py::test_pairs_are_sorted_by_expert[700]"],
+    "spread_rows_kernel": ["tests/ops/products/experts/test_stacked.py::test_rows_of_placed_pairs_are_added_up"],
+    "by_expert_kernel": ["tests/ops/products/experts/test_stacked.py::test_pairs_are_sorted_by_expert[700-launch_by_expert]"],
+    "count_pairs_kernel": [
+        "tests/ops/products/experts/test_stacked.py::test_pairs_are_sorted_by_expert[1700-launch_by_expert_many]"
+    ],
+    "place_pairs_kernel": ["tests/ops/products/experts/test_stacked.py::test_pairs_have_places_in_tiles_of_one_expert[1700]"],
+    "grouped_linear_kernel": ["tests/ops/products/experts/test_placed.py::test_experts_equal_the_definition[form1-dtype0-300]"],
     "own_pairs_kernel": ["tests/ops/products/experts/test_quantised_mixture.py::test_pairs_are_skipped[mxfp4-5-False]"],
     "each_linear_kernel": ["tests/ops/products/experts/test_stacked.py::test_each_matrix_equals_the_definition[columns]"],
     "silu_mul_kernel": ["tests/ops/products/test_linear.py::test_silu_mul_equals_the_definition[5-100-dtype2]"],

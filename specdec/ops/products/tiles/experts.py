@@ -14,16 +14,18 @@ from specdec.ops.products.formats.quantised import Kind
 
 ExpertsKind = Kind | Literal["dense"]
 ExpertsKernel = Literal["mixture_triton", "few_tokens_triton", "few_hopper"]
-# Up to so many tokens router_triton.py chooses experts, and few_tokens_triton.py multiplies with those of these kinds; beyond
-# them, and with other kinds, mixture_triton.py or a library is faster.  Measured on an H200 by benchmarks products.few_tokens.
-MOST_ROUTED = 1024
+# Up to so many tokens router_triton.py chooses experts, and router_many_triton.py for more.
+MOST_ROUTED = 256
+# Up to so many tokens few_tokens_triton.py multiplies with experts of these kinds; beyond them, and with other kinds, the other
+# kernels or a library are faster.  Measured on an H200 by benchmarks products.few_tokens.
 MOST_TOKENS: dict[ExpertsKind, int] = {"dense": 64, "e4m3": 8, "int4": 8}
 # Up to so many tokens, and pairs, few_hopper.py multiplies with experts of these kinds on Hopper GPUs.
 MOST_HOPPER: dict[ExpertsKind, int] = {}
 MOST_HOPPER_PAIRS = 64
+SMS = 132  # of an H200
 FEW = 64  # threshold in pairs: fewer have too few tiles for all SMs
 MAX_READ = 512  # threshold in pairs: programs find their pairs in more by sorting them first
-MAX_SORTED = 8192  # threshold in pairs: up to so many by_expert_triton.py sorts, and more by torch
+MAX_SORTED = 8192  # threshold in pairs: up to so many one launch of by_expert_triton.py sorts, and more two launches
 MOST_STACKED = 64  # pairs an expert, on average: up to so many stacked_triton.py is faster with dense experts than torch
 
 
@@ -37,6 +39,18 @@ class RouterTiles(NamedTuple):
     block_n: int
     block_k: int
     warps: int
+
+
+class ManyRouterTiles(NamedTuple):
+    """What one program of router_many_triton.py works on: tokens, and columns of a step.  block_k, warps: as above.
+
+    stages: of the pipeline.
+    """
+
+    block_m: int
+    block_k: int
+    warps: int
+    stages: int
 
 
 ROUTER = RouterTiles(4, 16, 512, 4)
@@ -116,15 +130,22 @@ def _few(gate_up: ExpertTiles, down: ExpertTiles) -> MixtureTiles:
     return MixtureTiles("few_tokens_triton", gate_up, down)
 
 
-def router_tiles(tokens: int, experts: int) -> RouterTiles | None:
-    """None: torch computes logits."""
+def router_tiles(tokens: int, experts: int) -> RouterTiles | ManyRouterTiles:
     if tokens > MOST_ROUTED:
-        return None
+        return many_router_tiles(tokens, experts)
     if tokens > 64:
         return RouterTiles(8, 16, 512, 8)
     if experts > 128:
         return ROUTER if tokens == 1 else RouterTiles(8, 16, 2048, 8)
     return RouterTiles(4, 16, 1024, 4) if experts > 64 else RouterTiles(4, 16, 256, 4)
+
+
+def many_router_tiles(tokens: int, experts: int) -> ManyRouterTiles:
+    """As many programs as SMs, if there are so many blocks of at least 16 tokens."""
+    block_m = next((size for size in (16, 32) if tokens <= size * SMS), 64)
+    if experts > 128:  # whose scores take many registers
+        block_m = min(32, block_m)
+    return ManyRouterTiles(block_m, 64, 8, 4 if experts <= 128 else 3 if experts <= 256 else 2)
 
 
 @cache
@@ -170,3 +191,24 @@ def stacked_tiles(rows: int, itemsize: int) -> StackedTiles:
     if rows <= 32:
         return StackedTiles(16 if rows <= 16 else 32, 64, 128, 4, 4)
     return StackedTiles(64, 128, 64, 4, 4) if rows <= 64 else StackedTiles(128, 128, 64, 8, 4)
+
+
+class GroupedTiles(NamedTuple):
+    """What a tile of grouped_hopper.py's kernel is, beside GROUPED_TILE rows of x.  block_n: rows of a matrix.
+
+    group_m: tiles of x whose programs are neighbours, so that they read the same tiles of the weight from L2.
+    """
+
+    block_n: int
+    block_k: int
+    stages: int
+    group_m: int
+
+
+# Rows of an expert begin at a multiple of this in grouped_hopper.py, which multiplies tiles of so many.
+GROUPED_ALIGN, GROUPED_TILE = 64, 128
+
+
+def grouped_tiles(H: int, F: int) -> tuple[GroupedTiles, GroupedTiles] | None:
+    """Of gate and up, and of down; None where TMA can't read rows.  Stages: as many as fit beside a tile of the result."""
+    return None if H % 8 or F % 8 else (GroupedTiles(256, 64, 4, 8), GroupedTiles(256, 64, 3, 8))

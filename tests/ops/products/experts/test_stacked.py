@@ -7,6 +7,8 @@ Shapes: T tokens, E experts, K experts of a token, B matrices.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from toolkit.kernels import DEVICE, HAS_GPU
@@ -16,10 +18,14 @@ from specdec.models.mixtures.products import masked_experts, ordered_experts
 from specdec.models.mixtures.router import Router
 from specdec.models.mixtures.rules import ExpertsConfig
 from specdec.ops.products.experts import PLAIN, Form, SwiGLU
-from specdec.ops.products.kernels.experts.by_expert_triton import launch_by_expert
+from specdec.ops.products.kernels.experts.by_expert_triton import (
+    launch_by_expert,
+    launch_by_expert_many,
+    launch_place_pairs,
+)
 from specdec.ops.products.numerics import INVARIANT
 from specdec.ops.products.routing import RouterRule
-from specdec.ops.products.stacked import each_linear, weighted_sum
+from specdec.ops.products.stacked import each_linear, spread_rows, weighted_sum
 from specdec.ops.products.tiles.experts import StackedTiles
 
 DTYPE = torch.bfloat16 if HAS_GPU else torch.float16
@@ -58,26 +64,48 @@ def test_experts_equal_the_definition(T: int, K: int, form: Form) -> None:
     assert got.dtype == DTYPE and (got.double() - want).norm() < 6e-3 * want.norm()
 
 
-@pytest.mark.parametrize("P", [6, 700])
-def test_pairs_are_sorted_by_expert(P: int) -> None:
+@pytest.mark.parametrize(
+    ("P", "launch"), [(6, launch_by_expert), (700, launch_by_expert), (6, launch_by_expert_many), (1700, launch_by_expert_many)]
+)
+def test_pairs_are_sorted_by_expert(P: int, launch: Callable[[Tensor, int], tuple[Tensor, Tensor]]) -> None:
     """Keeps out: pairs of an expert in another order than torch's stable sort has, and an expert nobody chose; skipped pairs
     that are counted."""
     ids_P = torch.randint(0, 5, (P,), generator=torch.Generator().manual_seed(P)).to(DEVICE)
     ids_P[ids_P == 2] = 5  # which is no expert
-    order_P, counts_E = launch_by_expert(ids_P, 5)
+    order_P, counts_E = launch(ids_P, 5)
     assert torch.equal(order_P, ids_P.argsort(stable=True))
     assert torch.equal(counts_E, torch.bincount(ids_P, minlength=6)[:5].int())
 
 
-def test_rows_of_sorted_pairs_are_added_up() -> None:
+@pytest.mark.parametrize("P", [6, 1700])
+def test_pairs_have_places_in_tiles_of_one_expert(P: int) -> None:
+    """Keeps out: a pair in another expert's rows or a later one of an expert in front of an earlier one; a tile that no expert
+    or a wrong one has, or that ends late; a place of a skipped pair.
+    """
+    E, align, tile = 5, 8, 16
+    ids_P = torch.randint(0, E, (P,), generator=torch.Generator().manual_seed(P)).to(DEVICE)
+    ids_P[ids_P == 2] = E  # which is no expert
+    places_P, table_R4 = launch_place_pairs(ids_P, E, align, tile)
+    want_P, want, begin = torch.full_like(places_P, -1), [], 0
+    for expert in range(E):
+        own = (ids_P == expert).nonzero()[:, 0]
+        want_P[own] = begin + torch.arange(len(own), dtype=torch.int32, device=DEVICE)
+        want += [[expert, begin + at, min(len(own) - at, tile)] for at in range(0, len(own), tile)]
+        begin += -(-len(own) // align) * align
+    assert torch.equal(places_P, want_P)
+    assert int(table_R4[0, 0]) == len(want) < len(table_R4) and table_R4[1 : 1 + len(want), :3].tolist() == want
+
+
+def test_rows_of_placed_pairs_are_added_up() -> None:
     """Keeps out: a pair's row that is taken for another's, the row of a skipped pair, which nobody has written."""
-    x_PN, weights_TK = rand(10, 40), torch.rand(5, 2, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    order_P = torch.randperm(10, generator=torch.Generator().manual_seed(2)).to(DEVICE)
-    weights_TK[2, 1] = 0
-    x_PN[order_P == 5] = torch.nan
-    of_pairs = torch.empty_like(x_PN).index_copy_(0, order_P, x_PN).nan_to_num().double().view(5, 2, 40)
+    x, weights_TK = rand(5, 40), torch.rand(5, 2, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    places_P = torch.randperm(13, generator=torch.Generator().manual_seed(2))[:10].int().to(DEVICE)
+    weights_TK[2, 1], places_P[5] = 0, -1
     with torch.inference_mode():
-        got = weighted_sum(x_PN.view(5, 2, 40), weights_TK, order_P)
+        rows = spread_rows(x, places_P, 13)
+        assert torch.equal(rows[places_P[places_P >= 0].long()], x.repeat_interleave(2, 0)[places_P >= 0])
+        got = weighted_sum(rows, weights_TK, places_P)
+    of_pairs = x.double()[:, None].expand(-1, 2, -1)
     torch.testing.assert_close(got.double(), (of_pairs * weights_TK[..., None]).sum(1), atol=1e-2, rtol=1e-2)
 
 

@@ -43,7 +43,7 @@ CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24  # of a thread of a consumer wa
 
 
 @gluon.jit
-def _tile_of(tile, tiles_m, tiles_n, GROUP_M: gl.constexpr):
+def tile_of(tile, tiles_m, tiles_n, GROUP_M: gl.constexpr):
     """Where a tile lies: GROUP_M tiles of x with the same tile of the weight, then with the next one."""
     group = tile // (GROUP_M * tiles_n)
     members = gl.minimum(tiles_m - group * GROUP_M, GROUP_M)
@@ -52,7 +52,7 @@ def _tile_of(tile, tiles_m, tiles_n, GROUP_M: gl.constexpr):
 
 
 @gluon.jit
-def _stage_before(stage, STAGES: gl.constexpr):
+def stage_before(stage, STAGES: gl.constexpr):
     """The stage of the step before.  It is computed, because Gluon takes two variables that are equal before a loop for one
     variable within it.
     """
@@ -70,7 +70,7 @@ def _producer(
     stage = 0
     phase = 1
     for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        tile_m, tile_n = _tile_of(tile, tiles_m, tiles_n, GROUP_M)
+        tile_m, tile_n = tile_of(tile, tiles_m, tiles_n, GROUP_M)
         for step in range(steps):
             mbarrier.wait(empty.index(stage), phase)
             mbarrier.expect(full.index(stage), BYTES)
@@ -93,7 +93,7 @@ def _consumer(
     stage = 0
     phase = 0
     for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        tile_m, tile_n = _tile_of(tile, tiles_m, tiles_n, GROUP_M)
+        tile_m, tile_n = tile_of(tile, tiles_m, tiles_n, GROUP_M)
         acc = gl.zeros([WARPGROUP_M, 2 * HALF_N], gl.float32, layout)
         for step in range(steps):
             mbarrier.wait(full.index(stage), phase)
@@ -101,10 +101,10 @@ def _consumer(
             w = w_smem.index(stage)._reinterpret(dtype, [2 * HALF_N, BLOCK_K], flat)
             acc = warpgroup_mma(x, w.permute((1, 0)), acc, use_acc=step > 0, is_async=True)
             acc = warpgroup_mma_wait(1, deps=(acc,))  # the step before has been read, so its stage may be filled again
-            mbarrier.arrive(empty.index(_stage_before(stage, STAGES)), count=1, pred=step > 0)
+            mbarrier.arrive(empty.index(stage_before(stage, STAGES)), count=1, pred=step > 0)
             stage, phase = next_stage(stage, phase, STAGES)
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(empty.index(_stage_before(stage, STAGES)), count=1)
+        mbarrier.arrive(empty.index(stage_before(stage, STAGES)), count=1)
         gate, up = gl.split(gl.permute(gl.reshape(acc, [WARPGROUP_M, 2, HALF_N]), (0, 2, 1)))
         if HAS_BIAS:
             out_N = tile_n * HALF_N + gl.arange(0, HALF_N, gl.SliceLayout(0, gate.type.layout))

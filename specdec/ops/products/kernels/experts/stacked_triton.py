@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -118,9 +117,9 @@ def experts_linear_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=["topk_weights"])
 def weighted_sum_kernel(
-    x,  # [M, A, N]
+    x,  # [M, A, N], or rows [.., N] if HAS_PLACES
     topk_weights,  # [M, A] float32
-    places,  # [M, A] int64, if HAS_PLACES: at which row of x's [M * A, N] a pair's numbers lie
+    places,  # [M, A] integers, if HAS_PLACES: at which row of x a pair's numbers lie
     y,  # [M, N]
     N: tl.constexpr, TOP_K: tl.constexpr, HAS_PLACES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -132,11 +131,29 @@ def weighted_sum_kernel(
     total_N = tl.zeros([BLOCK], tl.float32)
     for a in tl.static_range(TOP_K):
         weight = tl.load(topk_weights + token * TOP_K + a)
-        row = tl.load(places + token * TOP_K + a) if HAS_PLACES else token * TOP_K + a
-        x_N = tl.load(x + row * N + n, mask=n < N, other=0.0).to(tl.float32)
+        row = tl.load(places + token * TOP_K + a).to(tl.int64) if HAS_PLACES else token * TOP_K + a
+        x_N = tl.load(x + row * N + n, mask=(n < N) & (row >= 0), other=0.0).to(tl.float32)
         x_N = tl.where(weight == 0, 0.0, x_N)  # of a skipped pair nobody has written x
         total_N = tl.fma(x_N, tl.zeros_like(x_N) + weight, total_N)
     tl.store(y + token * N + n, total_N.to(y.dtype.element_ty), mask=n < N)
+
+
+@triton.jit
+def spread_rows_kernel(
+    x,  # [M, K]
+    places,  # [M, A] int32; -1: nowhere
+    y,  # rows [.., K]
+    stride_x, K: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    token = tl.program_id(0).to(tl.int64)
+    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x_K = tl.load(x + token * stride_x + k, mask=k < K, other=0.0)
+    for a in tl.static_range(TOP_K):
+        row = tl.load(places + token * TOP_K + a).to(tl.int64)
+        tl.store(y + row * K + k, x_K, mask=(k < K) & (row >= 0))
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -185,17 +202,30 @@ def launch_experts_linear(
     return y_PN
 
 
-def launch_weighted_sum(x_MAN: Tensor, topk_weights_MA: Tensor, places_P: Tensor | None) -> Tensor:
+def launch_weighted_sum(x: Tensor, topk_weights_MA: Tensor, places_P: Tensor | None) -> Tensor:
     """See `stacked.weighted_sum`."""
-    (M, A, N), block = x_MAN.shape, min(1024, triton.next_power_of_2(x_MAN.shape[2]))
-    assert x_MAN.is_contiguous() and topk_weights_MA.is_contiguous() and topk_weights_MA.shape == (M, A)
-    assert places_P is None or (places_P.is_contiguous() and places_P.shape == (M * A,) and places_P.dtype == torch.int64)
-    y_MN = x_MAN.new_empty(M, N)
+    (M, A), N = topk_weights_MA.shape, x.shape[-1]
+    block = min(1024, triton.next_power_of_2(N))
+    assert x.is_contiguous() and topk_weights_MA.is_contiguous() and (places_P is not None or x.shape == (M, A, N))
+    assert places_P is None or (places_P.is_contiguous() and places_P.numel() == M * A)
+    y_MN = x.new_empty(M, N)
     weighted_sum_kernel[(M, triton.cdiv(N, block))](
-        x_MAN, topk_weights_MA, topk_weights_MA if places_P is None else places_P, y_MN, N=N, TOP_K=A,
+        x, topk_weights_MA, topk_weights_MA if places_P is None else places_P, y_MN, N=N, TOP_K=A,
         HAS_PLACES=places_P is not None, BLOCK=block, num_warps=4, **chained(y_MN.device),
     )  # fmt: skip
     return y_MN
+
+
+def launch_spread_rows(x_MK: Tensor, places_P: Tensor, rows: int) -> Tensor:
+    """See `stacked.spread_rows`."""
+    (M, K), P = x_MK.shape, places_P.shape[0]
+    block = min(1024, triton.next_power_of_2(K))
+    assert x_MK.stride(1) == 1 and places_P.is_contiguous() and P % M == 0
+    y_RK = x_MK.new_empty(rows, K)
+    spread_rows_kernel[(M, triton.cdiv(K, block))](
+        x_MK, places_P, y_RK, x_MK.stride(0), K=K, TOP_K=P // M, BLOCK=block, num_warps=4, **chained(x_MK.device)
+    )
+    return y_RK
 
 
 def launch_each_linear(x_MBK: Tensor, weight_BNK: Tensor, out_MBN: Tensor, tiles: StackedTiles) -> None:
