@@ -37,10 +37,11 @@ from specdec.attention.latent.upconvert import Workspace
 from specdec.attention.pages import PageTable
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.attention.state import AttentionState, merge_states
-from specdec.ops.launch import use_kernels
+from specdec.ops.launch import has_pdl, use_kernels
 from specdec.ops.operator import is_traced, use_operator
 from specdec.ops.products.numerics import FAST, Numerics
 from specdec.ops.products.stacked import each_linear_into
+from specdec.ops.products.tiles.experts import EACH_FEW, MOST_EACH
 from specdec.parallel.group import ALONE, Group
 
 
@@ -164,6 +165,9 @@ def _multiply(x_THI: Tensor, weight_HOI: Tensor, out_THO: Tensor, numerics: Nume
     """Each head's product, written to `out`, which need not be contiguous: torch.compile can't trace that as bmm's `out`."""
     if numerics.is_invariant:
         each_linear_into(x_THI, weight_HOI, out_THO)
+        return
+    if x_THI.shape[0] <= MOST_EACH and use_kernels(x_THI) and has_pdl(x_THI.device):
+        each_linear_into(x_THI, weight_HOI, out_THO, EACH_FEW)
         return
     a, b = x_THI.transpose(0, 1), weight_HOI.transpose(1, 2)
     if is_traced(a):

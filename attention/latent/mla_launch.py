@@ -23,7 +23,8 @@ from specdec.attention.kernels.triton_plan import TritonPlan
 from specdec.attention.kinds import Scoring
 from specdec.attention.latent.keys import LatentKeys
 from specdec.attention.latent.limits import latent_splits
-from specdec.attention.latent.mla_triton import latent_attention_kernel, latent_merge_kernel
+from specdec.attention.latent.mla_merge_triton import latent_combine_kernel, latent_merge_kernel
+from specdec.attention.latent.mla_triton import latent_attention_kernel
 from specdec.attention.segment import Segment
 from specdec.attention.sparse.rows_launch import attend_rows, takes_rows
 from specdec.attention.state import AttentionState
@@ -32,6 +33,9 @@ from specdec.ops.launch import chained, has_gluon
 # Rows of at most SHORT keys are split down to SHORT_MIN_SPLIT_KEYS keys.  Measured: benchmarks/latent/README.md, "Why the tiles
 # and rules are what they are".
 SHORT, SHORT_MIN_SPLIT_KEYS = 4096, 64
+# A program of the merge loads COMBINED states at once.  It takes 128 columns of a head where queries x heads are at most
+# SPREAD, to spread over the GPU, and else 512.
+COMBINED, SPREAD = 16, 512
 
 
 class LatentTiles(NamedTuple):
@@ -42,6 +46,7 @@ class LatentTiles(NamedTuple):
     warps, stages: Triton's.
     min_split_keys: the fewest keys of a split.
     hopper: True if the kernel in mla_hopper.py runs, whose tiles these then are.
+    swap_ab: whether keys are the rows of the products, and queries the columns.
     """
 
     block_m: int
@@ -50,10 +55,16 @@ class LatentTiles(NamedTuple):
     stages: int
     min_split_keys: int
     hopper: bool = False
+    swap_ab: bool = False
 
 
-def attend_latent(q_THL: Tensor, view: LatentView, plan: TritonPlan, scoring: Scoring, programs: int) -> AttentionState:
-    """The state [T, H, C] of absorbed queries over a plan's parts.  programs: how many programs the GPU runs at once."""
+def attend_latent(
+    q_THL: Tensor, view: LatentView, plan: TritonPlan, scoring: Scoring, programs: int, tiles: LatentTiles | None = None
+) -> AttentionState:  # fmt: skip
+    """The state [T, H, C] of absorbed queries over a plan's parts.
+
+    programs: how many programs the GPU runs at once.  tiles: other ones than `latent_tiles` chooses.
+    """
     assert q_THL.stride(2) == 1 and q_THL.shape[2] == view.width
     stored, scale = view.parts, scoring.latent_factor()
     assert stored.scales_NG is not None or stored.latent_NC.dtype == q_THL.dtype
@@ -62,7 +73,7 @@ def attend_latent(q_THL: Tensor, view: LatentView, plan: TritonPlan, scoring: Sc
         return attend_rows(q_THL, view, plan, scale, programs)
     paged, suffix = plan.segments, plan.suffix
     assert suffix is None or suffix.rows == T, "a suffix has a row for each query"
-    shapes = [_tiles_and_splits(q_THL, view, segment, programs) for segment in paged]
+    shapes = [_tiles_and_splits(q_THL, view, segment, programs, tiles) for segment in paged]
     states = sum(splits for _, splits in shapes)
     result = AttentionState.empty((T, H, C), q_THL.dtype, device)
     if not T:
@@ -75,7 +86,10 @@ def attend_latent(q_THL: Tensor, view: LatentView, plan: TritonPlan, scoring: Sc
     for segment, shape in zip(paged, shapes):
         _launch_paged(q_THL, view, segment, scale, partial, shape, first, states)
         first += shape[1]
-    _launch_merge(q_THL, view, suffix, scale, partial, result, states)
+    if suffix is None:
+        _launch_combine(partial, result)
+    else:
+        _launch_merge(q_THL, view, suffix, scale, partial, result, states)
     return result
 
 
@@ -116,39 +130,48 @@ def _launch_paged(
     latent_attention_kernel[grid](
         q_THL, *keys.pointers, *tables, segment.cu_seqlens_q if starts_T is None else starts_T, *state, *numbers,
         RANK=C, PADDED_RANK=padded(C), ROPE=L - C, PADDED_ROPE=padded(L - C), HAS_STARTS=starts_T is not None,
-        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, STAGES=tiles.stages, num_stages=tiles.stages, **shared,
+        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, STAGES=tiles.stages, SWAP_AB=tiles.swap_ab,
+        num_stages=tiles.stages, **shared,
     )  # fmt: skip
 
 
 def _launch_merge(
-    q_THL: Tensor, view: LatentView, suffix: Segment | None, scale: float,
+    q_THL: Tensor, view: LatentView, suffix: Segment, scale: float,
     partial: AttentionState, state: AttentionState, states: int,
 ) -> None:  # fmt: skip
     (T, H, L), C, keys = q_THL.shape, view.rank, LatentKeys.of(view)
-    table, lens, starts_T = (suffix.pages.table, suffix.cache_seqlens, suffix.starts_T) if suffix else (partial.lse_TH,) * 3
-    if starts_T is None:
-        starts_T = lens
-    # A suffix needs products, which need 16 rows.  A merge alone takes one head a program, to spread over the GPU.
-    block_h, warps, unroll = (16, 8, 4) if suffix else (1, 4, 16)
-    padded_states = triton.next_power_of_2(states)
+    table, lens, starts_T = suffix.pages.table, suffix.cache_seqlens, suffix.starts_T
+    block_h, padded_states = 16, triton.next_power_of_2(states)  # products need 16 rows
     latent_merge_kernel[(T, triton.cdiv(H, block_h))](
-        q_THL, *keys.pointers, table, lens, starts_T, partial.out_THD, partial.lse_TH, state.out_THD, state.lse_TH, scale,
+        q_THL, *keys.pointers, table, lens, lens if starts_T is None else starts_T, *partial, *state, scale,
         *q_THL.stride()[:2], table.stride(0), states,
         HEADS=H, RANK=C, PADDED_RANK=padded(C), ROPE=L - C, PADDED_ROPE=padded(L - C), BLOCK_H=block_h,
-        BLOCK_N=16, PADDED_STATES=padded_states, UNROLL=min(unroll, padded_states), HAS_SUFFIX=suffix is not None,
-        HAS_STARTS=suffix is not None and suffix.starts_T is not None, num_warps=warps, num_stages=1,
-        **keys.options, **chained(q_THL.device),
+        BLOCK_N=16, PADDED_STATES=padded_states, UNROLL=min(4, padded_states), HAS_STARTS=starts_T is not None, num_warps=8,
+        num_stages=1, **keys.options, **chained(q_THL.device),
     )  # fmt: skip
 
 
-def _tiles_and_splits(q_THL: Tensor, view: LatentView, segment: Segment, programs: int) -> tuple[LatentTiles, int]:
+def _launch_combine(partial: AttentionState, state: AttentionState) -> None:
+    """The state of queries that have no suffix, from their partial ones."""
+    T, H, states, C = partial.out_THD.shape
+    block_c = min(padded(C), 128 if T * H <= SPREAD else 512)
+    latent_combine_kernel[(T * H, triton.cdiv(C, block_c))](
+        *partial, *state, states, RANK=C, PADDED_STATES=max(triton.next_power_of_2(states), COMBINED), BLOCK_C=block_c,
+        BLOCK_P=COMBINED, num_warps=4, **chained(state.out_THD.device),
+    )  # fmt: skip
+
+
+def _tiles_and_splits(
+    q_THL: Tensor, view: LatentView, segment: Segment, programs: int, given: LatentTiles | None
+) -> tuple[LatentTiles, int]:
     """The tiles for a paged segment, and the number of splits."""
     seqlen_q_packgqa = segment.max_seqlen_q * q_THL.shape[1]
     dims, local = (view.rank, q_THL.shape[2]), segment.starts_T is not None
     scaled = view.parts.scales_NG is not None
-    tiles = latent_tiles(seqlen_q_packgqa, dims, q_THL.dtype, local, scaled, gpu_generation(q_THL.device), has_gluon())
+    of_gpu = gpu_generation(q_THL.device), has_gluon()
+    tiles = given or latent_tiles(seqlen_q_packgqa, dims, q_THL.dtype, local, scaled, *of_gpu)
     if segment.max_keys <= SHORT:
-        tiles = tiles._replace(min_split_keys=SHORT_MIN_SPLIT_KEYS)
+        tiles = tiles._replace(min_split_keys=min(tiles.min_split_keys, SHORT_MIN_SPLIT_KEYS))
     num_tiles = segment.rows * triton.cdiv(seqlen_q_packgqa, tiles.block_m)
     return tiles, latent_splits(num_tiles, segment.max_keys, tiles.min_split_keys, programs)
 
@@ -173,6 +196,8 @@ def latent_tiles(
     if dtype.itemsize == 4 or dims[1] <= 128:  # float32 uses no tensor cores; latents of small models fit small tiles
         return LatentTiles(min(wanted, 16), 32, 4, 2, 64)
     large = generation in (9, 10)  # 227 KB of shared memory; other GPUs may have 99
+    if wanted < 64 and generation == 9 and not scaled and dims[1] <= 576 and dims[0] >= 64:
+        return LatentTiles(wanted, 64, 8, 2, 64, swap_ab=True)  # as wgmma multiplies: 64 rows at least are keys
     if wanted < 64 or not large:
         ample = large and dims[1] <= 576
         max_m = 16 if scaled and not large else 32  # quantised latents lie there besides dequantised ones

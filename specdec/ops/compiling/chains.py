@@ -70,12 +70,21 @@ GROUPS = (
         "The norm in front of the qkv projection is complete when the store after it starts, and so are the tables, "
         "lengths and first keys made before that norm, which store and attention read before their waits. The second "
         "product of experts reads topk_ids, which the first one has waited for.",
+<<<<<<< HEAD
         "tiled_linear experts_linear weighted_sum spread_rows each_linear own_pairs by_expert count_pairs place_pairs "
         "router_many norm_parts few_gate_up few_gate_up_hopper",
         {
             "quantised_experts": "topk_ids qweight",
             "few_down": "topk_ids qweight",
             "few_down_hopper": "topk_ids qweight",
+=======
+        "tiled_linear experts_linear weighted_sum spread_rows own_pairs by_expert count_pairs place_pairs "
+        "router_many norm_parts few_gate_up",
+        {
+            "quantised_experts": "topk_ids qweight",
+            "few_down": "topk_ids qweight",
+            "each_linear": "weight",
+>>>>>>> main
             "hopper_linear": "weight_tiles",
             "linear": "weight",
             "large_n_linear": "weight",
@@ -89,7 +98,8 @@ GROUPS = (
         "late",
         "The merge after attention reads queries, and the suffix's keys, table and lengths, before its wait. Of the cache "
         "itself only paged_hopper's producer reads before its wait, and only pages that earlier passes have filled: not those "
-        "with keys that this layer may have just stored (`Segment.fresh`).",
+        "with keys that this layer may have just stored (`Segment.fresh`). latent_attention asks L2 for slots, and "
+        "reads nothing of them.",
         "",
         {
             "latent_kv_blocks": "cache_seqlens cu_seqlens_q page_table",
@@ -97,7 +107,7 @@ GROUPS = (
             "paged_hopper": "cache_seqlens cu_seqlens_q kv_tiles page_table starts",
             "paged_attention": "cache_seqlens cu_seqlens_q page_table starts",
             "latent_hopper": "cache_seqlens cu_seqlens_q",
-            "latent_attention": "cache_seqlens cu_seqlens_q starts",
+            "latent_attention": "cache_seqlens cu_seqlens_q latent page_table rope starts",
         },
     ),
     KernelGroup(
@@ -109,7 +119,7 @@ GROUPS = (
     KernelGroup(
         "late",
         "What the indexer, its selection and attention over selected keys read before their waits lies further in front.",
-        "latent_merge",
+        "latent_merge latent_combine",
         {
             "rows_hopper": "counts",
             "merge_rows": "counts",

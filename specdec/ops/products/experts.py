@@ -116,7 +116,7 @@ def mixture_tiles(x_TH: Tensor, experts: Experts, top_k: int, numerics: Numerics
         if gate_up.kind != down.kind or not all(scales_form(stack.kind, stack.group_size) for stack in (gate_up, down)):
             return None
         count, kind = gate_up.experts, gate_up.kind
-        hopper = x_TH.dtype == torch.bfloat16 and has_units(gate_up) and has_units(down)
+        hopper = x_TH.is_cuda and x_TH.dtype == torch.bfloat16 and has_units(gate_up) and has_units(down)
         hopper = hopper and has_gluon() and match_of(x_TH.device).hopper
     return numerics.mixture_tiles(len(x_TH), top_k, count, kind, x_TH.dtype, has_pdl(x_TH.device), hopper)
 
@@ -172,7 +172,7 @@ def few_tokens_experts(
     x_TH = x_TH if x_TH.stride(1) == 1 else x_TH.contiguous()
     splits = partials and tiles.down.splits > 1
     if tiles.kernel == "few_hopper":
-        from specdec.ops.products.kernels.experts.few_hopper import launch_few_down_hopper, launch_few_gate_up_hopper
+        from specdec.ops.products.kernels.quantised.few_hopper import launch_few_down_hopper, launch_few_gate_up_hopper
 
         assert isinstance(experts, QuantisedExperts)
         gated = launch_few_gate_up_hopper(x_TH, experts.gate_up, experts.form, *chosen, tiles.gate_up)

@@ -20,17 +20,21 @@ from torch import Tensor
 from specdec.attention.attend import PagedAttention, PassTables
 from specdec.attention.backend import Backend
 from specdec.attention.caches.kv_cache import KVCache
+from specdec.attention.caches.layout import KVView
 from specdec.attention.caches.mla_cache import LatentLayout, MLAView
 from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.kernels.triton_backend import TritonBackend
-from specdec.attention.kinds import FULL, LayerKind, Scoring
+from specdec.attention.kernels.triton_plan import TritonPlan
+from specdec.attention.kinds import FULL, PLAIN, LayerKind, Scoring
 from specdec.attention.latent.limits import LIMITS, Limits
 from specdec.attention.latent.mla import LatentInputs, store_latent
+from specdec.attention.latent.mla_launch import LatentTiles, attend_latent
 from specdec.attention.latent.mla_store_triton import launch_store_latent
 from specdec.attention.latent.prep import LatentPrep
 from specdec.attention.pages import PageTable
 from specdec.attention.plan import causal_segment, prefix_segment
 from specdec.attention.segment import AttentionPlan, Segment
+from specdec.attention.state import AttentionState
 from specdec.ops.products.numerics import FAST
 from specdec.ops.rope import Rotation, rotary_table
 
@@ -130,6 +134,31 @@ def test_odd_sizes_are_padded() -> None:
     q_THL = rand(4, 3, 30, seed=8)
     suffix = suffix_rows(table, [40, 3], [2, 1], 5)
     check(TritonBackend(8), q_THL, latent, prefix_segment(PageTable(table, 5), ints(38, 1), 2), suffix=suffix, rank=24)
+
+
+class KeysAsRows(TritonBackend):
+    def attend(self, q_THD: Tensor, view: KVView, prepared: TritonPlan, scoring: Scoring = PLAIN) -> AttentionState:
+        assert isinstance(view, MLAView)
+        tiles = LatentTiles(16, 32, 4, 2, 32, swap_ab=True)
+        return attend_latent(q_THD, view, prepared, scoring, 1000, tiles)
+
+
+@pytest.mark.slow_cases
+@pytest.mark.parametrize("P", [5, 32])
+def test_keys_are_rows_of_the_products(P: int) -> None:
+    """SWAP_AB, as tiles of few rows have it on Hopper GPUs: chains, windows, prefixes, more splits than a merge loads at once.
+
+    Keeps out: a mask or a reduction along the other axis; pages of a later block; outputs of idle splits (NaN) that are added.
+    """
+    backend, lens = KeysAsRows(), [1300, 3, 70, 3]
+    table, latent = scattered(lens, P, seed=P)
+    for queries in (1, 3):
+        q_THL = rand(4 * queries, H, C + R, seed=2)
+        check(backend, q_THL, latent, causal_segment(PageTable(table, P), ints(1300, 3, 70, 0), queries))
+    positions = torch.tensor([[n - 3 + i for i in range(3)] for n in lens], device=DEVICE).flatten()
+    check(backend, q_THL, latent, causal_segment(PageTable(table, P), ints(*lens), 3).local(LayerKind(window=50), positions))
+    suffix = suffix_rows(table, lens, [1, 2, 2], P)
+    check(backend, q_THL, latent, prefix_segment(PageTable(table, P), ints(1290, 0, 64, 0), 3), suffix=suffix)
 
 
 # ---- layers ----

@@ -170,6 +170,10 @@ class StackedTiles(NamedTuple):
     stages: int
 
 
+# Heads' projections of at most MOST_EACH tokens, where a policy may choose: a library's launch would not be chained.
+MOST_EACH, EACH_FEW = 8, StackedTiles(16, 64, 64, 4, 4)
+
+
 def sorted_tiles(tokens: int, top_k: int, experts: int) -> StackedTiles | None:
     """None: a library multiplies with dense experts, in rows that are sorted too."""
     rows = -(-tokens * top_k // experts)

@@ -51,7 +51,7 @@ def test_a_mixture_equals_its_definition(name: str, T: int, monkeypatch: pytest.
     last one, units that two slices have or none, a scale of another group, activations that nobody wrote, writes beyond
     the end.
     """
-    from specdec.ops.products.kernels.experts import few_hopper
+    from specdec.ops.products.kernels.quantised import few_hopper
 
     H, F, K = (160, 320, 2) if name == "mxfp4" else (384, 128, 3) if name == "int4" else (192, 320, 3)
     if name == "fp8 blocks":

@@ -7,7 +7,7 @@ don't matter then, so they may follow the number of rows.
 Experts' rows come in no order: `order` lists pairs of a token and an expert, sorted by expert, and `counts` says how many each
 expert has.  A program finds its expert and its rows from the counts, on the device.
 
-Order of chained launches (specdec/ops/launch.py): all kernels read weights alone before their wait, and trigger after it.
+Order of chained launches (specdec/ops/launch.py): all kernels ask for weights alone before their wait, and trigger after it.
 
 Shapes: M tokens, E experts, A experts of a token (top_k), P = M * A pairs, K in, N out, B matrices of a stack.
 """
@@ -21,11 +21,14 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.ops.launch import chained
-from specdec.ops.products.kernels.dense.stream_triton import rows_of_tile
+from specdec.ops.products.kernels.dense.stream_triton import prefetch, rows_of_tile
 from specdec.ops.products.tiles.experts import StackedTiles
 
 if TYPE_CHECKING:
     from specdec.ops.products.experts import SwiGLU
+
+
+MOST_AHEAD = 512  # columns of few rows' matrices that are prefetched
 
 
 @triton.jit
@@ -156,6 +159,19 @@ def spread_rows_kernel(
         tl.store(y + row * K + k, x_K, mask=(k < K) & (row >= 0))
 
 
+@triton.jit
+def prefetch_rows(weight_N, ok_N, columns, stride_k, AHEAD: tl.constexpr, ALONG_K: tl.constexpr):
+    """Prefetches the first AHEAD columns of a matrix's rows into L2.  ALONG_K: as in `add_columns`."""
+    LINE: tl.constexpr = 1024 // weight_N.dtype.scalar.element_ty.primitive_bitwidth  # elements of 128 bytes
+    if ALONG_K:
+        k = tl.arange(0, AHEAD // LINE) * LINE
+        prefetch(weight_N[:, None] + k[None, :], ok_N[:, None] & (k < columns)[None, :])
+    else:
+        k = tl.arange(0, AHEAD)
+        first_N = ok_N & (tl.arange(0, weight_N.shape[0]) % LINE == 0)
+        prefetch(weight_N[None, :] + (k * stride_k)[:, None], (k < columns)[:, None] & first_N[None, :])
+
+
 @triton.jit(do_not_specialize=["M"])
 def each_linear_kernel(
     x,  # [M, B, K]
@@ -163,11 +179,10 @@ def each_linear_kernel(
     y,  # [M, B, N]
     M, stride_xm, stride_xb, stride_wb, stride_wn, stride_wk, stride_ym, stride_yb,
     N: tl.constexpr, K: tl.constexpr, ALONG_K: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    """AHEAD: a program prefetches its rows of the matrix, at most AHEAD columns, into L2 before its wait."""
     tiles_m = tl.cdiv(M, BLOCK_M)
     m = tl.program_id(0) % tiles_m * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(0) // tiles_m * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -175,6 +190,11 @@ def each_linear_kernel(
     ok_M, ok_N = m < M, n < N
     x_M = x + token_M * stride_xm + b * stride_xb
     weight_N = weight + b * stride_wb + n * stride_wn
+    if PDL:
+        if AHEAD > 0:
+            prefetch_rows(weight_N, ok_N, K, stride_wk, AHEAD, ALONG_K)
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     acc_NM = add_columns(x_M, weight_N, ok_M, ok_N, K, stride_wk, BLOCK_K, STAGES, K % BLOCK_K == 0, ALONG_K)
     at_NM = y + (token_M * stride_ym)[None, :] + b * stride_yb + n[:, None]
     tl.store(at_NM, acc_NM.to(y.dtype.element_ty), mask=ok_N[:, None] & ok_M[None, :])
@@ -236,5 +256,6 @@ def launch_each_linear(x_MBK: Tensor, weight_BNK: Tensor, out_MBN: Tensor, tiles
     each_linear_kernel[(triton.cdiv(N, tiles.block_n) * triton.cdiv(M, tiles.block_m), B)](
         x_MBK, weight_BNK, out_MBN, M, *x_MBK.stride()[:2], *weight_BNK.stride(), *out_MBN.stride()[:2], N=N, K=K,
         ALONG_K=weight_BNK.stride(2) == 1, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k,
-        STAGES=tiles.stages, num_warps=tiles.warps, num_stages=tiles.stages, **chained(x_MBK.device),
+        STAGES=tiles.stages, AHEAD=min(MOST_AHEAD, triton.next_power_of_2(max(K, 64))) if M <= tiles.block_m else 0,
+        num_warps=tiles.warps, num_stages=tiles.stages, **chained(x_MBK.device),
     )  # fmt: skip

@@ -30,8 +30,8 @@ from specdec.ops.hopper import gdc_launch_dependents, gdc_wait
 from specdec.ops.launch import chained
 from specdec.ops.products.formats.experts import QuantisedStack, has_units, scales_form
 from specdec.ops.products.kernels.dense.stream_triton import result_of
-from specdec.ops.products.kernels.experts.units_hopper import load_units, own_expert, sums_of_units
 from specdec.ops.products.kernels.quantised.parts_hopper import complete, weight_rows
+from specdec.ops.products.kernels.quantised.units_hopper import load_units, own_expert, sums_of_units
 
 if TYPE_CHECKING:
     from specdec.ops.products.experts import Form, SharedOutput
