@@ -70,21 +70,13 @@ GROUPS = (
         "The norm in front of the qkv projection is complete when the store after it starts, and so are the tables, "
         "lengths and first keys made before that norm, which store and attention read before their waits. The second "
         "product of experts reads topk_ids, which the first one has waited for.",
-<<<<<<< HEAD
-        "tiled_linear experts_linear weighted_sum spread_rows each_linear own_pairs by_expert count_pairs place_pairs "
+        "tiled_linear experts_linear weighted_sum spread_rows own_pairs by_expert count_pairs place_pairs "
         "router_many norm_parts few_gate_up few_gate_up_hopper",
         {
             "quantised_experts": "topk_ids qweight",
             "few_down": "topk_ids qweight",
             "few_down_hopper": "topk_ids qweight",
-=======
-        "tiled_linear experts_linear weighted_sum spread_rows own_pairs by_expert count_pairs place_pairs "
-        "router_many norm_parts few_gate_up",
-        {
-            "quantised_experts": "topk_ids qweight",
-            "few_down": "topk_ids qweight",
             "each_linear": "weight",
->>>>>>> main
             "hopper_linear": "weight_tiles",
             "linear": "weight",
             "large_n_linear": "weight",
