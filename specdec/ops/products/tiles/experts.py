@@ -13,12 +13,15 @@ from typing import Literal, NamedTuple
 from specdec.ops.products.formats.quantised import Kind
 
 ExpertsKind = Kind | Literal["dense"]
-ExpertsKernel = Literal["mixture_triton", "few_tokens_triton"]
+ExpertsKernel = Literal["mixture_triton", "few_tokens_triton", "few_hopper"]
 # Up to so many tokens router_triton.py chooses experts, and router_many_triton.py for more.
 MOST_ROUTED = 256
 # Up to so many tokens few_tokens_triton.py multiplies with experts of these kinds; beyond them, and with other kinds, the other
 # kernels or a library are faster.  Measured on an H200 by benchmarks products.few_tokens.
 MOST_TOKENS: dict[ExpertsKind, int] = {"dense": 64, "e4m3": 8, "int4": 8}
+# Up to so many tokens, and pairs, few_hopper.py multiplies with experts of these kinds on Hopper GPUs.
+MOST_HOPPER: dict[ExpertsKind, int] = {}
+MOST_HOPPER_PAIRS = 64
 SMS = 132  # of an H200
 FEW = 64  # threshold in pairs: fewer have too few tiles for all SMs
 MAX_READ = 512  # threshold in pairs: programs find their pairs in more by sorting them first
@@ -57,8 +60,9 @@ class ExpertTiles(NamedTuple):
     """What one program works on.
 
     block_m: pairs (padded), or in few_tokens_triton.py all tokens.  block_n: rows of a matrix.  warps, stages: Triton's.
-    unroll: steps of 128 columns between two looks at the pipeline.  splits: programs that share a tile of rows of the second
-        product in few_tokens_triton.py; of a single token about so many, equally many for each of its experts.
+    unroll: steps of 128 columns between two looks at the pipeline; in few_hopper.py units (units_hopper.py) whose words are
+        loaded at one time.  splits: programs that share a tile of rows of the second product in few_tokens_triton.py; of a
+        single token about so many, equally many for each of its experts.
     slices: of a row's columns, which a program's warps share instead of the rows; more than one are as many as warps.
     prefetch: bytes of each row that few_tokens_triton.py asks for before its wait: of shared experts in the first product, and
         of a single token's in the second one.
@@ -82,8 +86,10 @@ class MixtureTiles(NamedTuple):
     down: ExpertTiles
 
 
-def mixture_tiles(tokens: int, top_k: int, experts: int, kind: ExpertsKind) -> MixtureTiles | None:
-    """None: a library multiplies."""
+def mixture_tiles(tokens: int, top_k: int, experts: int, kind: ExpertsKind, hopper: bool = False) -> MixtureTiles | None:
+    """None: a library multiplies.  hopper: whether the kernels for Hopper GPUs can run."""
+    if hopper and tokens <= MOST_HOPPER.get(kind, 0) and tokens * top_k <= MOST_HOPPER_PAIRS:
+        return few_hopper_tiles(tokens, kind)
     if tokens <= MOST_TOKENS.get(kind, 0):
         return few_tokens_tiles(tokens, kind)
     return None if kind == "dense" else MixtureTiles("mixture_triton", *[expert_tiles(tokens * top_k, experts)] * 2)
@@ -109,6 +115,16 @@ def few_tokens_tiles(tokens: int, kind: ExpertsKind) -> MixtureTiles:
     if tokens == 1:
         return _few(ExpertTiles(block_m, 32, 2, 4), ExpertTiles(block_m, 32, 2, 4, splits=8))
     return _few(ExpertTiles(block_m, 16, 1, 5), ExpertTiles(block_m, 16, 1, 4, splits=8))
+
+
+def few_hopper_tiles(tokens: int, kind: ExpertsKind) -> MixtureTiles:
+    """Those of few_hopper.py.  Its warps are slices."""
+    if tokens == 1:
+        units = 6 if kind == "e2m1" else 4
+        tiles = ExpertTiles(8, 16, 4, 1, units, slices=4), ExpertTiles(8, 16, 16, 1, units, slices=16)
+    else:
+        tiles = ExpertTiles(8, 16, 4, 1, 3, slices=4), ExpertTiles(8, 16, 8, 1, 2, slices=8)
+    return MixtureTiles("few_hopper", *tiles)
 
 
 def _few(gate_up: ExpertTiles, down: ExpertTiles) -> MixtureTiles:
