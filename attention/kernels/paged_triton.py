@@ -216,7 +216,7 @@ def prefetch_rows(at_N, ok_N, WIDTH: tl.constexpr, PADDED: tl.constexpr):
     Nothing is read here: a later load finds what has been written by then, as L2 is where writes go.  So rows may be asked for
     that the kernel in front is still writing.
     """
-    d = 32 * tl.arange(0, tl.cdiv(PADDED, 32))  # every 64 bytes
+    d = 32 * tl.arange(0, (PADDED + 31) // 32)  # every 64 bytes
     tl.inline_asm_elementwise(
         """{
         .reg .pred wanted;
