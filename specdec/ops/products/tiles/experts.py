@@ -20,7 +20,7 @@ MOST_ROUTED = 256
 # kernels or a library are faster.  Measured on an H200 by benchmarks products.few_tokens.
 MOST_TOKENS: dict[ExpertsKind, int] = {"dense": 64, "e4m3": 8, "int4": 8}
 # Up to so many tokens, and pairs, few_hopper.py multiplies with experts of these kinds on Hopper GPUs.
-MOST_HOPPER: dict[ExpertsKind, int] = {}
+MOST_HOPPER: dict[ExpertsKind, int] = {"e2m1": 1, "int4": 8}
 MOST_HOPPER_PAIRS = 64
 SMS = 132  # of an H200
 FEW = 64  # threshold in pairs: fewer have too few tiles for all SMs
@@ -51,9 +51,6 @@ class ManyRouterTiles(NamedTuple):
     block_k: int
     warps: int
     stages: int
-
-
-ROUTER = RouterTiles(4, 16, 512, 4)
 
 
 class ExpertTiles(NamedTuple):
@@ -119,11 +116,12 @@ def few_tokens_tiles(tokens: int, kind: ExpertsKind) -> MixtureTiles:
 
 def few_hopper_tiles(tokens: int, kind: ExpertsKind) -> MixtureTiles:
     """Those of few_hopper.py.  Its warps are slices."""
-    if tokens == 1:
-        units = 6 if kind == "e2m1" else 4
-        tiles = ExpertTiles(8, 16, 4, 1, units, slices=4), ExpertTiles(8, 16, 16, 1, units, slices=16)
+    if tokens > 1:
+        tiles = ExpertTiles(8, 16, 4, 1, 4, slices=4), ExpertTiles(8, 16, 8, 1, 2, splits=2, slices=8)
+    elif kind == "e2m1":
+        tiles = ExpertTiles(8, 16, 4, 1, 6, slices=4), ExpertTiles(8, 16, 8, 1, 6, splits=2, slices=8)
     else:
-        tiles = ExpertTiles(8, 16, 4, 1, 3, slices=4), ExpertTiles(8, 16, 8, 1, 2, slices=8)
+        tiles = ExpertTiles(8, 32, 4, 1, 4, slices=4), ExpertTiles(8, 16, 8, 1, 6, slices=8)
     return MixtureTiles("few_hopper", *tiles)
 
 
@@ -136,9 +134,7 @@ def router_tiles(tokens: int, experts: int) -> RouterTiles | ManyRouterTiles:
         return many_router_tiles(tokens, experts)
     if tokens > 64:
         return RouterTiles(8, 16, 512, 8)
-    if experts > 128:
-        return ROUTER if tokens == 1 else RouterTiles(8, 16, 2048, 8)
-    return RouterTiles(4, 16, 1024, 4) if experts > 64 else RouterTiles(4, 16, 256, 4)
+    return RouterTiles(4, 16, 1024 if experts > 64 else 512, 4)
 
 
 def many_router_tiles(tokens: int, experts: int) -> ManyRouterTiles:
