@@ -49,7 +49,7 @@ GROUPS = (
         {
             "add_rms_norm": "weight",
             "gated_norm": "weight",
-            "router": "weight",
+            "router": "bias correction weight",
             "take_columns": "order",
             "subtract": "factor norm",
             "rope_store": "positions slots table",
@@ -71,10 +71,12 @@ GROUPS = (
         "lengths and first keys made before that norm, which store and attention read before their waits. The second "
         "product of experts reads topk_ids, which the first one has waited for.",
         "tiled_linear experts_linear weighted_sum spread_rows own_pairs by_expert count_pairs place_pairs "
-        "router_many norm_parts few_gate_up",
+        "router_many norm_parts few_gate_up_hopper",
         {
             "quantised_experts": "topk_ids qweight",
-            "few_down": "topk_ids qweight",
+            "few_gate_up": "shared",
+            "few_down": "topk_ids qweight shared",
+            "few_down_hopper": "topk_ids qweight",
             "each_linear": "weight",
             "hopper_linear": "weight_tiles",
             "linear": "weight",

@@ -2,8 +2,8 @@
 
 On a CPU, in float32, under autograd and in a trace the functions of models/mixtures/products.py compute it by torch's products.
 On a GPU the kernel in kernels/experts/mixture_triton.py converts quantised values on their way to the tensor cores, for any
-number of tokens; few_tokens_triton.py does so for few tokens, in two launches, and takes dense experts too.  The policy chooses
-(`mixture_tiles`).  This module knows no model.
+number of tokens; few_tokens_triton.py does so for few tokens, in two launches, and takes dense experts too; few_hopper.py for
+up to 8 tokens on Hopper GPUs.  The policy chooses (`mixture_tiles`).  This module knows no model.
 
 Shapes: T tokens, H hidden size, E experts, K experts of a token (top_k), P = T * K pairs, F intermediate size of an expert.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 from specdec.ops.launch import has_gluon, has_pdl, has_triton, use_kernels
 from specdec.ops.operator import is_traced
 from specdec.ops.products.dense import silu_mul, tma_reads
-from specdec.ops.products.formats.experts import QuantisedStack, scales_form
+from specdec.ops.products.formats.experts import QuantisedStack, has_units, scales_form
 from specdec.ops.products.gpus import match_of
 from specdec.ops.products.numerics import Numerics
 from specdec.ops.products.partials import Partials
@@ -90,6 +90,19 @@ Stack = QuantisedStack | Tensor
 Experts = QuantisedExperts | DenseExperts
 
 
+class SharedExperts(NamedTuple):
+    """Experts that every token passes, stored as the dense ones are, with the same width and SwiGLU, and without biases.
+
+    gate_up_GH: all their gate rows, and below them all their up rows.  down_HF: their columns side by side.  gate_T1: what
+    weighs them, float32; None: nothing.  count: how many they are.
+    """
+
+    gate_up_GH: Tensor
+    down_HF: Tensor
+    gate_T1: Tensor | None
+    count: int
+
+
 class SharedOutput(NamedTuple):
     """out_TH: the output of the experts that every token passes.  gate_T1: what weighs it, float32; None: nothing."""
 
@@ -106,6 +119,7 @@ def mixture_tiles(x_TH: Tensor, experts: Experts, top_k: int, numerics: Numerics
     if not use_kernels(x_TH) or not len(x_TH):
         return None
     kind: ExpertsKind = "dense"
+    hopper = False
     if isinstance(experts, DenseExperts):
         if not all(stack.is_contiguous() and stack.dtype == x_TH.dtype for stack in experts[:2]):
             return None
@@ -115,7 +129,9 @@ def mixture_tiles(x_TH: Tensor, experts: Experts, top_k: int, numerics: Numerics
         if gate_up.kind != down.kind or not all(scales_form(stack.kind, stack.group_size) for stack in (gate_up, down)):
             return None
         count, kind = gate_up.experts, gate_up.kind
-    return numerics.mixture_tiles(len(x_TH), top_k, count, kind, x_TH.dtype, has_pdl(x_TH.device))
+        hopper = x_TH.is_cuda and x_TH.dtype == torch.bfloat16 and has_units(gate_up) and has_units(down)
+        hopper = hopper and has_gluon() and match_of(x_TH.device).hopper
+    return numerics.mixture_tiles(len(x_TH), top_k, count, kind, x_TH.dtype, has_pdl(x_TH.device), hopper)
 
 
 def sorted_tiles(x_TH: Tensor, experts: Experts, top_k: int, numerics: Numerics) -> StackedTiles | None:
@@ -126,6 +142,22 @@ def sorted_tiles(x_TH: Tensor, experts: Experts, top_k: int, numerics: Numerics)
     if not numerics.is_invariant and not (ours and use_kernels(x_TH) and len(x_TH)):
         return None
     return numerics.sorted_tiles(len(x_TH), top_k, len(experts.gate_up), x_TH.dtype, has_pdl(x_TH.device))
+
+
+def shared_beside(
+    experts: Experts, tiles: MixtureTiles, gate_up_GH: Tensor | None, down_HF: Tensor | None, gate_T1: Tensor | None
+) -> SharedExperts | None:
+    """Shared experts of a SwiGLU without biases, if the kernels of few tokens run them beside the chosen ones: a wider MLP is
+    several experts.
+
+    The matrices: as of SharedExperts, or None where they are quantised.
+    """
+    if tiles.kernel != "few_tokens_triton" or not isinstance(experts, DenseExperts) or gate_up_GH is None or down_HF is None:
+        return None
+    form, width = experts.form, experts.down.shape[2]
+    like = form.gate == SwiGLU() and form.gate_up_bias is None and form.down_bias is None and down_HF.shape[1] % width == 0
+    ours = all(each.is_contiguous() and each.dtype == experts.down.dtype for each in (gate_up_GH, down_HF))
+    return SharedExperts(gate_up_GH, down_HF, gate_T1, down_HF.shape[1] // width) if like and ours else None
 
 
 def grouped_tiles(x_TH: Tensor, experts: Experts, numerics: Numerics) -> tuple[GroupedTiles, GroupedTiles] | None:
@@ -142,36 +174,46 @@ def grouped_tiles(x_TH: Tensor, experts: Experts, numerics: Numerics) -> tuple[G
 
 def run_mixture(
     x_TH: Tensor, topk_weights_TK: Tensor, topk_ids_TK: Tensor, experts: Experts, tiles: MixtureTiles,
-    shared: SharedOutput | None = None, partials: bool = False,
+    shared: SharedExperts | SharedOutput | None = None, partials: bool = False,
 ) -> Tensor | Partials:  # fmt: skip
     """[T, H]: the outputs of each token's top-k experts, times their weights (float32), added up in float32.
 
-    shared: a term of the sum.  partials: whether the caller can add up split-K partials.
+    shared: terms of the sum.  Experts are computed beside the chosen ones, where `shared_beside` says so.
+    partials: whether the caller can add up split-K partials.
     """
-    if tiles.kernel == "few_tokens_triton":
+    if tiles.kernel != "mixture_triton":
         return few_tokens_experts(x_TH, topk_weights_TK, topk_ids_TK, experts, tiles, shared, partials)
-    assert isinstance(experts, QuantisedExperts)
+    assert isinstance(experts, QuantisedExperts) and not isinstance(shared, SharedExperts)
     out_TH = quantised_experts(x_TH, topk_weights_TK, topk_ids_TK, experts, tiles.gate_up)
     return out_TH if shared is None else shared.added_to(out_TH)
 
 
 def few_tokens_experts(
     x_TH: Tensor, topk_weights_TK: Tensor, topk_ids_TK: Tensor, experts: Experts, tiles: MixtureTiles,
-    shared: SharedOutput | None = None, partials: bool = False,
+    shared: SharedExperts | SharedOutput | None = None, partials: bool = False,
 ) -> Tensor | Partials:  # fmt: skip
-    """`run_mixture` in two launches, of at most 64 tokens.  An id that is no expert's counts for nothing.
+    """`run_mixture` in two launches, of at most 64 tokens; with few_hopper.py's tiles of at most 8.  An id that is no
+    expert's counts for nothing.
 
     Activations are rounded when the token's weight is multiplied in, and sums at their end alone: the result is closer to exact
     sums than the definition's, which rounds each expert's output.
     """
-    from specdec.ops.products.kernels.experts.few_tokens_triton import launch_few_down, launch_few_gate_up
-
     chosen = topk_weights_TK.float().contiguous(), topk_ids_TK.contiguous()
     x_TH = x_TH if x_TH.stride(1) == 1 else x_TH.contiguous()
-    gated = launch_few_gate_up(x_TH, experts.gate_up, experts.form, *chosen, tiles.gate_up)
-    splits = partials and tiles.down.splits > 1
-    sums = launch_few_down(gated, experts.down, experts.form, *chosen, tiles.down, shared, splits)
-    return Partials(sums, x_TH.dtype) if splits else sums
+    if tiles.kernel == "few_hopper":
+        from specdec.ops.products.kernels.quantised.few_hopper import launch_few_down_hopper, launch_few_gate_up_hopper
+
+        assert isinstance(experts, QuantisedExperts) and not isinstance(shared, SharedExperts)
+        gated = launch_few_gate_up_hopper(x_TH, experts.gate_up, experts.form, *chosen, tiles.gate_up)
+        splits = partials and tiles.down.splits > 1
+        sums = launch_few_down_hopper(gated, experts.down, experts.form, *chosen, tiles.down, shared, splits)
+    else:
+        from specdec.ops.products.kernels.experts.few_tokens_triton import launch_few_down, launch_few_gate_up
+
+        beside = shared if isinstance(shared, SharedExperts) else None
+        gated = launch_few_gate_up(x_TH, experts.gate_up, experts.form, *chosen, tiles.gate_up, beside)
+        sums = launch_few_down(gated, experts.down, experts.form, *chosen, tiles.down, shared, partials)
+    return Partials(sums, x_TH.dtype) if sums.dim() == 3 else sums
 
 
 def quantised_experts(

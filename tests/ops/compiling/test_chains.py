@@ -23,9 +23,10 @@ NEVER_WRITTEN = {  # by kernels: arguments that may be read through L1 before a 
     "corrected_logits": "w2",
     "gated_norm": "weight",
     "fill_pairs": "mask",  # a row of the drafter's weights
+    "few_down_hopper": "qweight",
     "quantised_warp": WORDS,
     "quantised_warpgroup": WORDS,
-    "router": "weight",
+    "router": "bias correction weight",
     "rope_store": "table",  # rotations, also in the next two
     "store_index": "table",
     "store_latent": "table",
