@@ -216,7 +216,7 @@ def prefetch_row(at_N, ok_N, WIDTH: tl.constexpr, PADDED: tl.constexpr):
 
     Nothing is read, so it may be done before the wait, whoever writes them.
     """
-    at = tl.arange(0, max(PADDED // 64, 1)) * 64  # elements of 128 bytes
+    at = tl.arange(0, (PADDED + 63) // 64) * 64  # elements of 128 bytes
     prefetch(at_N[:, None] + at[None, :], ok_N[:, None] & (at < WIDTH)[None, :])
 
 
@@ -289,8 +289,7 @@ def paged_attention_kernel(
     queries = tl.load(cu_seqlens_q + row + 1, cache_modifier=".cg") - first
     gqa_M = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     query_M, head_M = gqa_M // GROUP, kv_head * GROUP + gqa_M % GROUP
-    ok_M = query_M < queries
-    end = length
+    ok_M, end = query_M < queries, length
     if CAUSAL:  # keys up to the tile's last query
         end = length - tl.maximum(queries - 1 - WINDOW_RIGHT - (tile * BLOCK_M + BLOCK_M - 1) // GROUP, 0)
     end = tl.maximum(tl.where(tile * BLOCK_M < queries * GROUP, end, 0), 0)
@@ -361,7 +360,8 @@ def paged_attention_kernel(
             shift_M = tl.where(new_M == -float("inf"), 0.0, new_M)  # -inf: the query has read no key yet
         else:
             s_MN += tl.where(ok_N, 0.0, -float("inf"))[None, :]  # compiles to one fused multiply-add with scale_log2
-            shift_M = new_M = tl.maximum(top_M, tl.max(s_MN, 1))
+            new_M = tl.maximum(top_M, tl.max(s_MN, 1))
+            shift_M = new_M
         p_MN = tl.exp2(s_MN - (shift_M - MAX_OFFSET)[:, None])
         decay_M = tl.exp2(top_M - shift_M)
         total_M = total_M * decay_M + tl.sum(p_MN, 1)
