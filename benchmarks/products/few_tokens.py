@@ -4,12 +4,13 @@
     python benchmarks products.few_tokens --formats "dense 256" "int4 g128" --rows 1
     python benchmarks products.few_tokens --sorted 64 96 192 512
 
-Layers of Qwen3-30B-A3B's size in bf16 (dense), fp8 blocks and int4, of Qwen3.5-35B-A3B's in bf16 (dense 256), and of
-gpt-oss-20b's in mxfp4.  "Until now": cuBLAS and torch's operations for the router; for experts torch's grouped product, or
-mixture_triton.py.  New: router_triton.py and few_tokens_triton.py, with the best of a few tiles, first of gate and up, then of
-down; --all prints the best three of each.  "Layer" is a norm that adds the last output, the router and the experts, in a chain
-of CALLS, each with a router of its own; `+ partials`: the norm adds splits up.  --sorted: of more tokens, torch's grouped
-product beside stacked_triton.py's, and nothing else.
+Layers of Qwen3-30B-A3B's size in bf16 (dense), fp8 blocks and int4, of Qwen3.5-35B-A3B's and GLM-4.7-Flash's in bf16 with a
+shared expert (dense 256, dense 64), and of gpt-oss-20b's in mxfp4.  "Until now": cuBLAS and torch's operations for the router;
+for experts torch's grouped product, or mixture_triton.py.  New: router_triton.py and few_tokens_triton.py, with the best of a
+few tiles, first of gate and up, then of down; --all prints the best three of each.  "Layer" is a norm that adds the last
+output, the router and the experts, in a chain of CALLS, each with a router and a shared expert of its own; `+ partials`: the
+norm adds splits up, and the shared expert is computed beside the chosen ones instead of in front of them.  --sorted: of more
+tokens, torch's grouped product beside stacked_triton.py's and grouped_hopper.py's, and routers of many tokens.
 
 Times are medians of replays of CUDA graphs.  The limit is the time to read the distinct experts that were chosen, which are
 counted, once at 4.48 TB/s.  specdec takes the new kernels up to MOST_TOKENS tokens (specdec/ops/products/tiles/experts.py):
@@ -37,15 +38,41 @@ from triton.runtime.errors import OutOfResources
 
 from products.quantised_experts import BANDWIDTH, CALLS, FORMATS, Layer, choices, random_experts, time_calls
 from products.quantised_experts import LAYERS as OF_SIZES
-from specdec.models.mixtures.products import ordered_experts, run_experts
+from specdec.models.mixtures.products import ordered_experts, placed_experts, run_experts
 from specdec.ops.norm import add_rms_norm
-from specdec.ops.products.experts import DenseExperts, Experts, SwiGLU, few_tokens_experts, quantised_experts
+from specdec.ops.products.dense import gated_linear, linear
+from specdec.ops.products.experts import (
+    PLAIN,
+    DenseExperts,
+    Experts,
+    SharedExperts,
+    SharedOutput,
+    SwiGLU,
+    few_tokens_experts,
+    quantised_experts,
+)
 from specdec.ops.products.partials import Partials
 from specdec.ops.products.routing import RouterRule, RouterWeights, choose, routed
-from specdec.ops.products.tiles.experts import ExpertTiles, MixtureTiles, RouterTiles, StackedTiles, few_tokens_tiles
+from specdec.ops.products.tiles.experts import (
+    ExpertTiles,
+    GroupedTiles,
+    ManyRouterTiles,
+    MixtureTiles,
+    RouterTiles,
+    StackedTiles,
+    few_tokens_tiles,
+)
 
-LAYERS = OF_SIZES | {"Qwen3.5-35B-A3B": Layer(256, 8, 2048, 512, SwiGLU())}
-NAMES = {"dense": "Qwen3-30B-A3B", "dense 256": "Qwen3.5-35B-A3B", **{name: of for name, (of, _, _) in FORMATS.items()}}
+LAYERS = OF_SIZES | {
+    "Qwen3.5-35B-A3B": Layer(256, 8, 2048, 512, SwiGLU()), "GLM-4.7-Flash": Layer(64, 4, 2048, 1536, SwiGLU()),
+}  # fmt: skip
+GATED = {"dense 256": True, "dense 64": False}  # of layers with a shared expert as wide as the others: whether it is weighed
+NAMES = {
+    "dense": "Qwen3-30B-A3B",
+    "dense 256": "Qwen3.5-35B-A3B",
+    "dense 64": "GLM-4.7-Flash",
+    **{name: of for name, (of, _, _) in FORMATS.items()},
+}
 ROWS = {True: (1, 6, 8, 32, 48), False: (1, 8)}  # of tokens, of dense experts and of others
 # By dense or not, and the most tokens, of gate and up: block_n, warps, stages, unroll, and perhaps 1 and
 # slices.  Of down: splits instead of 1, and perhaps slices and what is prefetched.
@@ -86,9 +113,11 @@ ROUTERS = tuple(
 STACKED = (
     None, StackedTiles(16, 64, 128, 4, 4), StackedTiles(16, 128, 128, 4, 3), StackedTiles(32, 64, 128, 4, 4),
     StackedTiles(64, 128, 64, 4, 4), StackedTiles(64, 128, 64, 8, 4), StackedTiles(128, 128, 64, 8, 4),
-    StackedTiles(128, 256, 64, 8, 3),
-)  # fmt: skip  # None: torch's
-MANY_ROUTED = tuple(RouterTiles(*each) for each in ((8, 16, 512, 8), (16, 32, 512, 8), (32, 32, 512, 8), (32, 64, 256, 8)))
+    (GroupedTiles(256, 64, 4, 8), GroupedTiles(256, 64, 3, 8)),
+)  # fmt: skip  # None: torch's; two: grouped_hopper.py's
+MANY_ROUTED = (
+    RouterTiles(8, 16, 512, 8), ManyRouterTiles(16, 64, 8, 4), ManyRouterTiles(32, 64, 8, 4), ManyRouterTiles(64, 64, 8, 4),
+)  # fmt: skip
 
 
 class Trial(NamedTuple):
@@ -114,10 +143,16 @@ class World:
             self.experts = random_experts(self.layer, *FORMATS[name][1:])
         is_oss = self.layer.experts == 32  # whose router is float32
         oss = RouterRule(self.layer.top_k, "softmax of chosen", biased=True)
-        self.rule = oss if is_oss else RouterRule(self.layer.top_k, "softmax", normed=True)
-        bias = torch.zeros(E, device="cuda") if is_oss else None
-        weights = [torch.randn(E, H, device="cuda").div_(H**0.5) for _ in range(CALLS)]
-        self.routers = [RouterWeights(each if is_oss else each.bfloat16(), bias, None) for each in weights]
+        glm = RouterRule(self.layer.top_k, "sigmoid", True, normed=True, scaling=1.8)
+        self.rule = oss if is_oss else glm if E == 64 else RouterRule(self.layer.top_k, "softmax", normed=True)
+        bias, correction = (torch.zeros(E, device="cuda") if has else None for has in (is_oss, self.rule.corrected))
+        rows = E + GATED.get(name, False)
+        weights = [torch.randn(rows, H, device="cuda").div_(H**0.5) for _ in range(CALLS)]
+        self.routers = [RouterWeights(each if is_oss else each.bfloat16(), bias, correction) for each in weights]
+        sizes = ((2 * F, H), (H, F)) if name in GATED else ()
+        self.shared = [
+            [torch.empty(size, device="cuda", dtype=torch.bfloat16).normal_(std=0.02) for size in sizes] for _ in range(CALLS)
+        ]  # fmt: skip
         self.norm = torch.ones(H, device="cuda", dtype=torch.bfloat16)
 
     def inputs(self, T: int) -> list[Tensor]:
@@ -129,17 +164,36 @@ class World:
         held = [[each] if isinstance(each, Tensor) else [each.qweight_RJ, each.scales_RG] for each in stacks]
         return experts / self.layer.experts * sum(tensor.nbytes for tensors in held for tensor in tensors)
 
-    def route(self, x_TH: Tensor, call: int, tiles: RouterTiles | None) -> tuple[Tensor, Tensor]:
-        router = self.routers[call]
+    def route(
+        self, x_TH: Tensor, call: int, tiles: RouterTiles | ManyRouterTiles | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        router, E = self.routers[call], self.layer.experts
         if tiles is not None:
-            return routed(x_TH, router, self.rule, self.layer.experts, tiles)[:2]
+            return routed(x_TH, router, self.rule, E, tiles)
         logits = torch.nn.functional.linear(x_TH.float(), router.weight_LH.float(), router.bias_E)
-        return choose(logits, self.rule)
+        gate = logits[:, E:].sigmoid() if logits.shape[1] > E else None
+        return *choose(logits[:, :E], self.rule, router.correction_E), gate
 
-    def run(self, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor, tiles: MixtureTiles | None, partials: bool = False) -> Any:
+    def shared_of(self, x_TH: Tensor, gate_T1: Tensor | None, call: int, beside: bool) -> SharedExperts | SharedOutput | None:
+        """The layer's shared expert, as few_tokens_experts takes it; otherwise its output, of two launches more."""
+        if not self.shared[call]:
+            return None
+        first, second = self.shared[call]
+        return (
+            SharedExperts(first, second, gate_T1, 1)
+            if beside
+            else SharedOutput(linear(gated_linear(x_TH, first), second), gate_T1)
+        )
+
+    def run(
+        self, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor, tiles: MixtureTiles | None, partials: bool = False,
+        shared: SharedExperts | SharedOutput | None = None,
+    ) -> Any:  # fmt: skip
         experts = self.experts
         if tiles is not None:
-            return few_tokens_experts(x_TH, weights_TK, ids_TK, experts, tiles, partials=partials)
+            return few_tokens_experts(x_TH, weights_TK, ids_TK, experts, tiles, shared, partials)
+        if isinstance(shared, SharedOutput):
+            return shared.added_to(self.run(x_TH, weights_TK, ids_TK, None))
         if isinstance(experts, DenseExperts):
             return run_experts(x_TH, weights_TK, ids_TK, experts.gate_up, experts.down)
         return quantised_experts(x_TH, weights_TK, ids_TK, experts)
@@ -159,9 +213,10 @@ def layer_call(
 
     def call(number: int) -> None:
         _, normed = add_rms_norm(x, outputs[-1], world.norm, 1e-6)
-        weights_TK, ids_TK = world.route(normed, number, router)
+        weights_TK, ids_TK, gate_T1 = world.route(normed, number, router)
         seen.append(ids_TK)
-        outputs.append(world.run(normed, weights_TK, ids_TK, tiles, partials))
+        shared = world.shared_of(normed, gate_T1, number, beside=partials)
+        outputs.append(world.run(normed, weights_TK, ids_TK, tiles, partials, shared))
 
     return call
 
@@ -171,18 +226,14 @@ def is_dense(name: str) -> bool:
 
 
 def forms(table: dict[tuple[bool, int], tuple[tuple[int, ...], ...]], name: str, T: int) -> list[ExpertTiles]:
-    """The table's tiles for so many tokens; splits are no more than a single token's experts."""
-    most = LAYERS[NAMES[name]].top_k if T == 1 else T * 64
+    """The table's tiles for so many tokens."""
     dense, block_m = is_dense(name), max(8, triton.next_power_of_2(T))
     size = min(each for kind, each in table if kind == dense and (each >= T or each == (64 if dense else 8)))
-    found = [ExpertTiles(block_m, *each) for each in table[dense, size]]
-    return list(dict.fromkeys(each._replace(splits=min(each.splits, most)) for each in found))
+    return [ExpertTiles(block_m, *each) for each in table[dense, size]]
 
 
 def own_tiles(name: str, T: int) -> MixtureTiles:
-    tiles = few_tokens_tiles(T, "dense" if is_dense(name) else FORMATS[name][1])
-    splits = min(tiles.down.splits, LAYERS[NAMES[name]].top_k) if T == 1 else tiles.down.splits
-    return tiles._replace(down=tiles.down._replace(splits=splits))
+    return few_tokens_tiles(T, "dense" if is_dense(name) else FORMATS[name][1])
 
 
 def trials(name: str, T: int) -> Iterator[Trial]:
@@ -248,7 +299,10 @@ def compare_sorted(names: list[str], rows: list[int]) -> list[dict[str, Any]]:
                 f"{name} {T} tokens, {distinct:.0f} experts, limit {1e6 * world.bytes_of(distinct) / BANDWIDTH:.0f} us:", end=""
             )
             for tiles in STACKED:
-                way = run_experts if tiles is None else partial(ordered_experts, tiles=tiles)
+                if isinstance(tiles, StackedTiles):
+                    way = partial(ordered_experts, tiles=tiles)
+                else:
+                    way = run_experts if tiles is None else partial(placed_experts, form=PLAIN, tiles=tiles)
                 us = time_calls(lambda call: way(xs[call], shares, chosen[call], *weights))  # noqa: B023
                 found.append({"format": name, "T": T, "tiles": tiles, "us": round(us, 2)})
                 print(f" {'torch' if tiles is None else 'x'.join(map(str, tiles))} {us:.0f}", end="", flush=True)
@@ -283,7 +337,8 @@ def measure(world: World, T: int, kept: list[dict[str, Any]]) -> dict[str, Any]:
         row["layer"].append(round(time_calls(layer_call(world, T, mixture, routing, partials, seen)), 2))
     distinct = sum(len(ids.unique()) for ids in seen[-CALLS:]) / CALLS  # of the last replay, in the graph's memory
     router_bytes = world.routers[0].weight_LH.nbytes
-    row["layer_limit"] = round(1e6 * (world.bytes_of(distinct) + router_bytes) / BANDWIDTH, 2)
+    beside_bytes = router_bytes + sum(each.nbytes for each in world.shared[0])
+    row["layer_limit"] = round(1e6 * (world.bytes_of(distinct) + beside_bytes) / BANDWIDTH, 2)
     return row
 
 
@@ -323,7 +378,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--formats", nargs="+", choices=NAMES, default=list(NAMES))
     parser.add_argument("--rows", type=int, nargs="+", help="tokens; left out: those of ROWS")
-    parser.add_argument("--sorted", type=int, nargs="+", help="tokens: products of pairs sorted by expert, and nothing else")
+    parser.add_argument("--sorted", type=int, nargs="+", help="tokens: products of pairs sorted by expert, and routers")
     parser.add_argument("--processes", type=int, default=14, help="that compile side by side")
     parser.add_argument("--all", action="store_true", help="print the best three tiles of each part, too")
     parser.add_argument("--out", type=Path)

@@ -17,11 +17,11 @@ from specdec.models.layers import MLP
 from specdec.models.linear import LinearStack
 from specdec.models.making import new_weight
 from specdec.models.mixtures.live import live_now
-from specdec.models.mixtures.products import mixture
+from specdec.models.mixtures.products import SharedMLP, mixture
 from specdec.models.mixtures.router import Router
 from specdec.models.mixtures.rules import ExpertsConfig
 from specdec.ops.operator import is_traced
-from specdec.ops.products.experts import Form, SharedOutput
+from specdec.ops.products.experts import Form
 from specdec.ops.products.own_pairs import Kept
 from specdec.ops.products.partials import Partials
 from specdec.parallel.shard import WHOLE
@@ -59,7 +59,7 @@ class MixtureOfExperts(nn.Module):
             self.watch(topk_ids_TK)
         stacks, numerics = (self.gate_up_proj, self.down_proj), self.router.numerics
         form = Form(experts.gate, self.gate_up_bias_EG, self.down_bias_EH, skips)
-        shared = None if self.shared is None else SharedOutput(self.shared(x_TH), shared_T1)
+        shared = None if self.shared is None else SharedMLP(self.shared, shared_T1)
         partials = partials and self.is_alone
         return mixture(x_TH, topk_weights_TK, topk_ids_TK, *stacks, form, numerics, shared, partials)
 

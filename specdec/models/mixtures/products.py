@@ -8,10 +8,13 @@ pairs of a token and an expert.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specdec.models.layers import MLP
 from specdec.models.linear import LinearStack
 from specdec.ops.launch import use_kernels
 from specdec.ops.operator import is_traced
@@ -21,27 +24,49 @@ from specdec.ops.products.experts import (
     Experts,
     Form,
     QuantisedExperts,
+    SharedExperts,
     SharedOutput,
     by_expert,
     grouped_tiles,
     mixture_tiles,
     run_mixture,
+    shared_beside,
     sorted_tiles,
 )
 from specdec.ops.products.grouped import grouped_linear, has_grouped_product, place_pairs
 from specdec.ops.products.numerics import FAST, Numerics
 from specdec.ops.products.partials import Partials
 from specdec.ops.products.stacked import experts_linear, spread_rows, weighted_sum
-from specdec.ops.products.tiles.experts import GroupedTiles, StackedTiles
+from specdec.ops.products.tiles.experts import GroupedTiles, MixtureTiles, StackedTiles
+
+
+class SharedMLP(NamedTuple):
+    """The MLP that every token passes besides its top-k experts, and what weighs its output; None: nothing."""
+
+    mlp: MLP
+    gate_T1: Tensor | None
+
+    def output(self, x_TH: Tensor) -> SharedOutput:
+        out_TH = self.mlp(x_TH)
+        assert isinstance(out_TH, Tensor)
+        return SharedOutput(out_TH, self.gate_T1)
+
+    def beside(self, experts: Experts, tiles: MixtureTiles) -> SharedExperts | None:
+        """Its matrices, if the chosen experts' launches take them too."""
+        gate_up, down = self.mlp.gate_up_proj, self.mlp.down_proj
+        if gate_up.bias is not None or down.bias is not None:
+            return None
+        return shared_beside(experts, tiles, gate_up.weight, down.weight, self.gate_T1)
+
 
 MAX_COPIED = 1 << 30  # bytes of experts' weights that gathered_experts may copy in one call
 
 
 def mixture(
     x_TH: Tensor, topk_weights_TK: Tensor, topk_ids_TK: Tensor, gate_up: LinearStack, down: LinearStack, form: Form = PLAIN,
-    numerics: Numerics = FAST, shared: SharedOutput | None = None, partials: bool = False,
+    numerics: Numerics = FAST, shared: SharedMLP | None = None, partials: bool = False,
 ) -> Tensor | Partials:  # fmt: skip
-    """[T, H]: the weighted sum of each token's top-k experts, and the shared experts' output, if there is one.
+    """[T, H]: the weighted sum of each token's top-k experts, and the shared experts' output, if there are any.
 
     It is computed by the kernels for experts, or by torch's products.
     topk_ids: numbers of matrices of the stacks.  partials: whether the caller can add up split-K partials.
@@ -55,7 +80,8 @@ def mixture(
     if not gate_up.count:  # other ranks hold all experts
         out_TH = torch.zeros_like(x_TH)
     elif (tiles := mixture_tiles(x_TH, experts, topk_ids_TK.shape[1], numerics)) is not None:
-        return run_mixture(x_TH, *chosen, experts, tiles, shared, partials)
+        beside = None if shared is None else shared.beside(experts, tiles) or shared.output(x_TH)
+        return run_mixture(x_TH, *chosen, experts, tiles, beside, partials)
     elif (stacked := sorted_tiles(x_TH, experts, topk_ids_TK.shape[1], numerics)) is not None:
         assert isinstance(experts, DenseExperts)
         out_TH = ordered_experts(x_TH, *chosen, experts.gate_up, experts.down, form, stacked)
@@ -70,7 +96,7 @@ def mixture(
         out_TH = paired_experts(x_TH, topk_weights_TK, ids_TK, gate_up_TKGH, down_TKHF, form)
     else:
         out_TH = run_experts(x_TH, *chosen, experts.gate_up.dense(x_TH.dtype), experts.down.dense(x_TH.dtype), form)
-    return out_TH if shared is None else shared.added_to(out_TH)
+    return out_TH if shared is None else shared.output(x_TH).added_to(out_TH)
 
 
 def run_experts(

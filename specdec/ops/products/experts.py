@@ -90,6 +90,19 @@ Stack = QuantisedStack | Tensor
 Experts = QuantisedExperts | DenseExperts
 
 
+class SharedExperts(NamedTuple):
+    """Experts that every token passes, stored as the dense ones are, with the same width and SwiGLU, and without biases.
+
+    gate_up_GH: all their gate rows, and below them all their up rows.  down_HF: their columns side by side.  gate_T1: what
+    weighs them, float32; None: nothing.  count: how many they are.
+    """
+
+    gate_up_GH: Tensor
+    down_HF: Tensor
+    gate_T1: Tensor | None
+    count: int
+
+
 class SharedOutput(NamedTuple):
     """out_TH: the output of the experts that every token passes.  gate_T1: what weighs it, float32; None: nothing."""
 
@@ -131,6 +144,22 @@ def sorted_tiles(x_TH: Tensor, experts: Experts, top_k: int, numerics: Numerics)
     return numerics.sorted_tiles(len(x_TH), top_k, len(experts.gate_up), x_TH.dtype, has_pdl(x_TH.device))
 
 
+def shared_beside(
+    experts: Experts, tiles: MixtureTiles, gate_up_GH: Tensor | None, down_HF: Tensor | None, gate_T1: Tensor | None
+) -> SharedExperts | None:
+    """Shared experts of a SwiGLU without biases, if the kernels of few tokens run them beside the chosen ones: a wider MLP is
+    several experts.
+
+    The matrices: as of SharedExperts, or None where they are quantised.
+    """
+    if tiles.kernel != "few_tokens_triton" or not isinstance(experts, DenseExperts) or gate_up_GH is None or down_HF is None:
+        return None
+    form, width = experts.form, experts.down.shape[2]
+    like = form.gate == SwiGLU() and form.gate_up_bias is None and form.down_bias is None and down_HF.shape[1] % width == 0
+    ours = all(each.is_contiguous() and each.dtype == experts.down.dtype for each in (gate_up_GH, down_HF))
+    return SharedExperts(gate_up_GH, down_HF, gate_T1, down_HF.shape[1] // width) if like and ours else None
+
+
 def grouped_tiles(x_TH: Tensor, experts: Experts, numerics: Numerics) -> tuple[GroupedTiles, GroupedTiles] | None:
     """Those of grouped.py's kernel for many rows an expert, of gate and up, and of down; None: a library multiplies."""
     if not isinstance(experts, DenseExperts) or not use_kernels(x_TH) or not has_pdl(x_TH.device) or not len(x_TH):
@@ -145,22 +174,23 @@ def grouped_tiles(x_TH: Tensor, experts: Experts, numerics: Numerics) -> tuple[G
 
 def run_mixture(
     x_TH: Tensor, topk_weights_TK: Tensor, topk_ids_TK: Tensor, experts: Experts, tiles: MixtureTiles,
-    shared: SharedOutput | None = None, partials: bool = False,
+    shared: SharedExperts | SharedOutput | None = None, partials: bool = False,
 ) -> Tensor | Partials:  # fmt: skip
     """[T, H]: the outputs of each token's top-k experts, times their weights (float32), added up in float32.
 
-    shared: a term of the sum.  partials: whether the caller can add up split-K partials.
+    shared: terms of the sum.  Experts are computed beside the chosen ones, where `shared_beside` says so.
+    partials: whether the caller can add up split-K partials.
     """
     if tiles.kernel != "mixture_triton":
         return few_tokens_experts(x_TH, topk_weights_TK, topk_ids_TK, experts, tiles, shared, partials)
-    assert isinstance(experts, QuantisedExperts)
+    assert isinstance(experts, QuantisedExperts) and not isinstance(shared, SharedExperts)
     out_TH = quantised_experts(x_TH, topk_weights_TK, topk_ids_TK, experts, tiles.gate_up)
     return out_TH if shared is None else shared.added_to(out_TH)
 
 
 def few_tokens_experts(
     x_TH: Tensor, topk_weights_TK: Tensor, topk_ids_TK: Tensor, experts: Experts, tiles: MixtureTiles,
-    shared: SharedOutput | None = None, partials: bool = False,
+    shared: SharedExperts | SharedOutput | None = None, partials: bool = False,
 ) -> Tensor | Partials:  # fmt: skip
     """`run_mixture` in two launches, of at most 64 tokens; with few_hopper.py's tiles of at most 8.  An id that is no
     expert's counts for nothing.
@@ -170,19 +200,20 @@ def few_tokens_experts(
     """
     chosen = topk_weights_TK.float().contiguous(), topk_ids_TK.contiguous()
     x_TH = x_TH if x_TH.stride(1) == 1 else x_TH.contiguous()
-    splits = partials and tiles.down.splits > 1
     if tiles.kernel == "few_hopper":
         from specdec.ops.products.kernels.quantised.few_hopper import launch_few_down_hopper, launch_few_gate_up_hopper
 
-        assert isinstance(experts, QuantisedExperts)
+        assert isinstance(experts, QuantisedExperts) and not isinstance(shared, SharedExperts)
         gated = launch_few_gate_up_hopper(x_TH, experts.gate_up, experts.form, *chosen, tiles.gate_up)
+        splits = partials and tiles.down.splits > 1
         sums = launch_few_down_hopper(gated, experts.down, experts.form, *chosen, tiles.down, shared, splits)
     else:
         from specdec.ops.products.kernels.experts.few_tokens_triton import launch_few_down, launch_few_gate_up
 
-        gated = launch_few_gate_up(x_TH, experts.gate_up, experts.form, *chosen, tiles.gate_up)
-        sums = launch_few_down(gated, experts.down, experts.form, *chosen, tiles.down, shared, splits)
-    return Partials(sums, x_TH.dtype) if splits else sums
+        beside = shared if isinstance(shared, SharedExperts) else None
+        gated = launch_few_gate_up(x_TH, experts.gate_up, experts.form, *chosen, tiles.gate_up, beside)
+        sums = launch_few_down(gated, experts.down, experts.form, *chosen, tiles.down, shared, partials)
+    return Partials(sums, x_TH.dtype) if sums.dim() == 3 else sums
 
 
 def quantised_experts(

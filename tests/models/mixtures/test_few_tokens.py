@@ -30,7 +30,7 @@ from specdec.ops.products import experts, routing
 from specdec.ops.products.experts import SwiGLU
 from specdec.ops.products.numerics import Numerics
 from specdec.ops.products.routing import RouterRule
-from specdec.ops.products.tiles.experts import ROUTER, ExpertsKind, ExpertTiles, MixtureTiles, RouterTiles, few_tokens_tiles
+from specdec.ops.products.tiles.experts import ExpertsKind, ExpertTiles, MixtureTiles, RouterTiles, few_tokens_tiles
 
 interpreted = pytest.mark.skipif(HAS_GPU, reason="the interpreter's turn")
 
@@ -38,6 +38,7 @@ LAUNCHES = "launch_router", "launch_few_gate_up", "launch_few_down"
 GROUPED = RouterRule(3, "sigmoid", True, groups=4, top_groups=2, group_best=2, normed=True, scaling=1.5)
 MIXTURES = {
     "qwen2-moe": ExpertsConfig(8, 24, RouterRule(3, "softmax", normed=True), shared_size=20, shared_gated=True),
+    "qwen3.5-moe": ExpertsConfig(8, 24, RouterRule(3, "softmax", normed=True), shared_size=48, shared_gated=True),
     "glm4-moe": ExpertsConfig(8, 24, GROUPED, shared_size=24),
     "gpt-oss": ExpertsConfig(
         4, 24, RouterRule(2, "softmax of chosen", biased=True), SwiGLU(1.702, 7.0), biased=True, kept_float32=True
@@ -55,7 +56,7 @@ class FewTokens(Numerics):
         return MixtureTiles("few_tokens_triton", LARGE, LARGE) if tokens <= 4 else None
 
     def router_tiles(self, tokens: int, *others: object) -> RouterTiles | None:
-        return ROUTER if tokens <= 4 else None
+        return RouterTiles(4, 16, 512, 4) if tokens <= 4 else None
 
 
 class OfGpus(Numerics):
@@ -65,7 +66,7 @@ class OfGpus(Numerics):
         return few_tokens_tiles(tokens, kind)
 
     def router_tiles(self, tokens: int, *others: object) -> RouterTiles:
-        return ROUTER
+        return RouterTiles(4, 16, 512, 4)
 
 
 def use_few_tokens(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
@@ -86,10 +87,14 @@ def test_a_layer_computes_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -
         tensor.copy_(0.4 * torch.randn(tensor.shape, generator=generator))
     x_TH = torch.randn(5, 32, generator=generator)
     want = [layer(x_TH[:T]) for T in (4, 1)]
+    called: list[object] = []
+    if layer.shared is not None:
+        layer.shared.register_forward_hook(lambda *_: called.append(None))
     launches = use_few_tokens(layer, monkeypatch)
     for T, right in zip((4, 1), want):
         torch.testing.assert_close(layer(x_TH[:T]), right, atol=1e-5, rtol=1e-5)
     assert [launches[name] for name in LAUNCHES] == [2, 2, 2]
+    assert len(called) == 2 * (name == "qwen2-moe"), "shared experts of the others' width take no launch"
     layer(x_TH)
     assert [launches[name] for name in LAUNCHES] == [2, 2, 2], "of more tokens others are asked"
 

@@ -26,14 +26,14 @@ NEVER_WRITTEN = {  # by kernels: arguments that may be read through L1 before a 
     "few_down_hopper": "qweight",
     "quantised_warp": WORDS,
     "quantised_warpgroup": WORDS,
-    "router": "weight",
+    "router": "bias correction weight",
     "rope_store": "table",  # rotations, also in the next two
     "store_index": "table",
     "store_latent": "table",
     "scan": "offsets",  # from a drafter's token ids to the target's
     "sinks": "sinks",
     "subtract": "factor norm",
-    "suffix_merge": "scales slopes",  # scales of fp8 heads; those of int8 tokens come from L2
+    "suffix_merge": "scales sinks slopes",  # scales of fp8 heads; those of int8 tokens come from L2
     "take_columns": "order",
     "tree_convolution": "weight",
 }

@@ -15,6 +15,7 @@ from specdec.ops.products.experts import (
     DenseExperts,
     Form,
     QuantisedExperts,
+    SharedExperts,
     SharedOutput,
     SwiGLU,
     by_expert,
@@ -133,7 +134,10 @@ def dense_mixtures() -> None:
     """Routers, and experts of 16 bits, of few tokens: Qwen3-30B-A3B's sizes, gpt-oss's router, and DeepSeek-V3's groups."""
     deepseek = RouterRule(8, "sigmoid", True, groups=8, top_groups=4, group_best=2, normed=True, scaling=2.5)
     for T in (1, 8, 32, 48):
-        for shared in (None, SharedOutput(halves(T, 2048), floats(T, 1))) if has_pdl(here()) else ():
+        output, beside = (
+            SharedOutput(halves(T, 2048), floats(T, 1)), SharedExperts(halves(1536, 2048), halves(2048, 768), floats(T, 1), 1)
+        )  # fmt: skip
+        for shared in (None, output, beside) if has_pdl(here()) else ():
             experts, tiles = DenseExperts(halves(128, 1536, 2048), halves(128, 2048, 768)), few_tokens_tiles(T, "dense")
             few_tokens_experts(halves(T, 2048), floats(T, 8), ids(T, 8), experts, tiles, shared, partials=shared is None)
         for E, H, rule in ((128, 2048, RouterRule(8, "softmax", normed=True)), (256, 7168, deepseek)):

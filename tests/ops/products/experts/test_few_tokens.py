@@ -12,7 +12,7 @@ from toolkit.kernels import HAS_GPU, MARK, fence_new_memory
 from toolkit.quantised_weights import DTYPE, FORMS, choice, error, exact_mixture, experts_of, rand
 from torch import Tensor
 
-from specdec.ops.products.experts import DenseExperts, Experts, SharedOutput, SwiGLU, few_tokens_experts
+from specdec.ops.products.experts import DenseExperts, Experts, SharedExperts, SharedOutput, SwiGLU, few_tokens_experts
 from specdec.ops.products.kernels.experts import few_tokens_triton
 from specdec.ops.products.numerics import INVARIANT
 from specdec.ops.products.partials import Partials
@@ -96,6 +96,30 @@ def test_shared_experts_and_experts_elsewhere(T: int) -> None:
     assert (alone.double() - want).norm() < NEAR * max(want.norm(), 1e-3)
     assert (both.tensor().double() - want - shared.double() * gate.double()).norm() < NEAR * scale
     assert (plain.double() - want - shared.double()).norm() < NEAR * scale
+
+
+@pytest.mark.parametrize(("T", "R", "gated"), [(1, 1, True), (1, 2, False), (5, 2, True)])
+def test_shared_experts_beside_the_chosen_ones(T: int, R: int, gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: rows and columns of another shared expert, a gate of another token or of the chosen ones, a part of the
+    columns that two splits have, or none, and a list that is one entry too short.
+    """
+    H, F, A = 40, 300, 2
+    experts, x, (topk_weights_TK, topk_ids_TK) = experts_named("dense", 4, H, F), rand(T, H, seed=3), choice(T, 4, A)
+    shared = SharedExperts(
+        rand(2 * R * F, H, seed=4) / 4, rand(H, R * F, seed=5) / 4, torch.rand(T, 1, device=x.device) if gated else None, R
+    )
+    away_TK = topk_ids_TK.where(torch.rand(T, A, device=x.device) < 0.7, torch.tensor(4, device=x.device))
+    gate, up = (x.double() @ shared.gate_up_GH.double().T).chunk(2, -1)
+    want = (torch.nn.functional.silu(gate) * up) @ shared.down_HF.double().T
+    want = want if shared.gate_T1 is None else want * shared.gate_T1
+    want += exact_mixture(x, topk_weights_TK * (away_TK < 4), topk_ids_TK, experts)
+    fences = [] if HAS_GPU else fence_new_memory(few_tokens_triton, monkeypatch)
+    with torch.inference_mode():
+        got = few_tokens_experts(x, topk_weights_TK, away_TK, experts, tiles_of(T, "dense", 8), shared)
+        parts = few_tokens_experts(x, topk_weights_TK, away_TK, experts, tiles_of(T, "dense", 8), shared, partials=True)
+    assert isinstance(got, Tensor) and isinstance(parts, Partials)
+    assert error(got, want) < NEAR and error(parts.tensor(), want) < NEAR
+    assert all(bool((fence == MARK).all()) for fence in fences)
 
 
 def test_a_token_does_not_depend_on_nan_beside_it() -> None:

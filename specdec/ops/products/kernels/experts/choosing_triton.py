@@ -3,10 +3,14 @@
 A warp chooses a token's experts: its lanes hold neighbouring experts, each thread one of each group, so that a choice takes two
 instructions for the whole warp and no shared memory.  Where the rule knows no groups, runs of 32 experts stand for them.
 
+Partial logits are read by one operation, in which a thread loads up to four splits of a logit at once: the compiler lets each
+load of several wait until those before are added up.
+
 Keys order experts by rank (specdec/ops/topk_triton.py), NaN above all, and of equal ones the lower number is chosen; so every
 id is an expert's, whatever the logits are.  Pairs that are computed elsewhere, or not at all, are skipped as own_pairs.py says.
 
-Shapes: T tokens, M tokens of a program, E experts, A experts of a token (top_k), B rows of the batch, G groups of J experts.
+Shapes: T tokens, M tokens of a program, E experts, A experts of a token (top_k), B rows of the batch, G groups of J
+experts, S splits of a logit that lie side by side, Q runs of them.
 """
 
 from __future__ import annotations
@@ -29,39 +33,82 @@ NONE = tl.constexpr(2**31 - 1)  # above every expert's number
 
 
 @triton.jit
+def place_of(split, t, n, T, L: tl.constexpr, SPLITS: tl.constexpr):
+    """Where a split's part of logit n of token t lies: [Q, T, L | 1, S].
+
+    The odd rows make the compiler give a warp's lanes a number each, and not a few of neighbours.
+    """
+    S: tl.constexpr = 4 if SPLITS > 2 else SPLITS
+    return ((split // S * T + t) * (L | 1) + n) * S + split % S
+
+
+@triton.jit
+def _parts(partials, m, n, ok, T, L: tl.constexpr, SPLITS: tl.constexpr):
+    """[Q, .., S], of logits n of tokens m.  From L2 (.cg), since this SM's L1 may hold old data."""
+    S: tl.constexpr = 4 if SPLITS > 2 else SPLITS
+    Q: tl.constexpr = triton.next_power_of_2((SPLITS + S - 1) // S)
+    q = tl.arange(0, Q) * S
+    for _ in tl.static_range(len(ok.shape) + 1):
+        q = tl.expand_dims(q, -1)
+    split, m, n, ok = q + tl.arange(0, S), _framed(m), _framed(n), _framed(ok)
+    at = place_of(split, m, n, T, L, SPLITS)
+    return tl.load(partials + at, mask=ok & (split < SPLITS), other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def _framed(x):
+    """[1, .., 1]"""
+    return tl.expand_dims(tl.expand_dims(x, 0), -1)
+
+
+@triton.jit
+def of_experts(numbers, EXIST: tl.constexpr, E: tl.constexpr, J: tl.constexpr, PADDED_G: tl.constexpr, PADDED_J: tl.constexpr):
+    """[G, J]: a number of each expert, as `choose_and_store` takes it; zeros if they do not exist."""
+    e_GJ, ok_GJ = _numbers(E, J, PADDED_G, PADDED_J)
+    if EXIST:
+        found_GJ = tl.load(numbers + e_GJ, mask=ok_GJ, other=0.0)
+    else:
+        found_GJ = tl.zeros([PADDED_G, PADDED_J], tl.float32)
+    return found_GJ
+
+
+@triton.jit
+def _numbers(E: tl.constexpr, J: tl.constexpr, PADDED_G: tl.constexpr, PADDED_J: tl.constexpr):
+    """[G, J]: the experts' numbers, NONE where there is none, and whether there is one."""
+    j = tl.arange(0, PADDED_J)
+    e_GJ = tl.arange(0, PADDED_G)[:, None] * J + j[None, :]
+    ok_GJ = (j < J)[None, :] & (e_GJ < E)
+    return tl.where(ok_GJ, e_GJ, NONE), ok_GJ
+
+
+@triton.jit
 def choose_and_store(
-    partials, bias, correction, active, last, topk_weights, topk_ids, shared, first, end, T, places,
+    partials, bias_GJ, correction_GJ, active, last, topk_weights, topk_ids, shared, first, end, T, places,
     L: tl.constexpr, E: tl.constexpr, G: tl.constexpr, J: tl.constexpr, A: tl.constexpr, SCORES: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_CORRECTION: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr,
     NORMED: tl.constexpr, LEAST_SUM: tl.constexpr, SCALING: tl.constexpr, PADDED_G: tl.constexpr, PADDED_J: tl.constexpr,
     FIRST: tl.constexpr, COUNT: tl.constexpr, COLUMNS: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_LAST: tl.constexpr,
     SPLITS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Of the tokens from `first` on, below `end`, whose partial logits [SPLITS, T, L | 1] lie in memory.
-
-    The odd rows make the compiler give a warp's lanes a number each, and not a few of neighbours.
-    """
-    ROW: tl.constexpr = L | 1
+    """Of the tokens from `first` on, below `end`, whose partial logits lie where `place_of` says."""
     m, j = first + tl.arange(0, TOKENS), tl.arange(0, PADDED_J)
-    e_GJ = tl.arange(0, PADDED_G)[:, None] * J + j[None, :]
-    ok_GJ = (j < J)[None, :] & (e_GJ < E)
-    e_GJ = tl.where(ok_GJ, e_GJ, NONE)
+    e_GJ, ok_GJ = _numbers(E, J, PADDED_G, PADDED_J)
+    if L > E:
+        part_QMS = _parts(partials, m, tl.full([1], E, tl.int32), m < end, T, L, SPLITS)
     ok_GMJ = (m < end)[None, :, None] & ok_GJ[:, None, :]
-    at_GMJ = m[None, :, None] * ROW + e_GJ[:, None, :]
-    logit_GMJ = tl.zeros([PADDED_G, TOKENS, PADDED_J], tl.float32)
-    for s in tl.static_range(SPLITS):  # from L2 (.cg), since this SM's L1 may hold old data
-        logit_GMJ += tl.load(partials + s * T * ROW + at_GMJ, mask=ok_GMJ, other=0.0, cache_modifier=".cg")
+    part_QGMJS = _parts(partials, m[None, :, None], e_GJ[:, None, :], ok_GMJ, T, L, SPLITS)
+    logit_GMJ = tl.sum(tl.sum(part_QGMJS, 4), 0)
     if HAS_BIAS:
-        logit_GMJ += tl.load(bias + e_GJ, mask=ok_GJ, other=0.0)[:, None, :]
+        logit_GMJ += bias_GJ[:, None, :]
     score_GMJ = _scores(logit_GMJ, ok_GJ, SCORES)
     rank_GMJ = score_GMJ
     if HAS_CORRECTION:
-        rank_GMJ += tl.load(correction + e_GJ, mask=ok_GJ, other=0.0)[:, None, :]
+        rank_GMJ += correction_GJ[:, None, :]
     key_GMJ = tl.where(ok_GJ[:, None, :], ordered_32(rank_GMJ), LOWEST_32)
     if TOP_GROUPS < G:
         key_GMJ = _of_best_groups(key_GMJ, e_GJ, ok_GJ, G, TOP_GROUPS, GROUP_BEST)
-    id_MJ, weight_MJ = _best(key_GMJ, score_GMJ, e_GJ, j, places, HAS_CORRECTION)
-    weight_MJ = _weights(weight_MJ, (j < A)[None, :], SCORES, NORMED, LEAST_SUM) * SCALING
+    id_MJ, weight_MJ = _best(key_GMJ, score_GMJ, e_GJ, j, places, SCORES, HAS_CORRECTION, NORMED, LEAST_SUM)
+    weight_MJ *= SCALING
     id_MJ -= FIRST
     ok_MJ = (m < end)[:, None] & (j < A)[None, :]
     keeps_MJ = ok_MJ & (id_MJ >= 0) & (id_MJ < COUNT)
@@ -73,9 +120,7 @@ def choose_and_store(
     tl.store(topk_weights + m[:, None] * A + j[None, :], weight_MJ, mask=ok_MJ)
     tl.store(topk_ids + m[:, None] * A + j[None, :], id_MJ.to(tl.int64), mask=ok_MJ)
     if L > E:
-        logit_M = tl.zeros([TOKENS], tl.float32)
-        for s in tl.static_range(SPLITS):
-            logit_M += tl.load(partials + (s * T + m) * ROW + E, mask=m < end, other=0.0, cache_modifier=".cg")
+        logit_M = tl.sum(tl.sum(part_QMS, 2), 0)
         tl.store(shared + m, 1 / (1 + tl.exp(-logit_M)), mask=m < end)
 
 
@@ -112,49 +157,51 @@ def _of_best_groups(
 
 
 @triton.jit
-def _best(key_GMJ, score_GMJ, e_GJ, j, places, HAS_CORRECTION: tl.constexpr):
-    """(ids int32, scores) of the experts with the largest keys, [M, J] each, the best first; 0 from `places` on.
+def _best(
+    key_GMJ, score_GMJ, e_GJ, j, places, SCORES: tl.constexpr, HAS_CORRECTION: tl.constexpr, NORMED: tl.constexpr,
+    LEAST_SUM: tl.constexpr,
+):  # fmt: skip
+    """(ids int32, weights) of the experts with the largest keys, [M, J] each, the best first; 0 from `places` on.
 
     Keys are the scores' own unless HAS_CORRECTION.  The compiler does not know `places`, so that the loop stays one: unrolled,
-    its instructions are more than an SM fetches fast.
+    its instructions are more than an SM fetches fast.  Each thread finds the best of its own experts, and its number, before
+    the warp does; sums are added up on the way, for a reduction over lanes takes as long as a place.
     """
     id_MJ = tl.zeros([key_GMJ.shape[1], key_GMJ.shape[2]], tl.int32)
-    best_MJ = tl.zeros([key_GMJ.shape[1], key_GMJ.shape[2]], tl.float32)
+    weight_MJ = tl.zeros([key_GMJ.shape[1], key_GMJ.shape[2]], tl.float32)
+    sum_M = tl.zeros([key_GMJ.shape[1]], tl.float32)
+    first_M = tl.full([key_GMJ.shape[1]], -float("inf"), tl.float32)
     for place in tl.range(0, places, num_stages=1):
-        key_M = tl.max(tl.max(key_GMJ, 0), 1)
-        id_M = tl.min(tl.min(tl.where(key_GMJ == key_M[None, :, None], e_GJ[:, None, :], NONE), 0), 1)
+        key_MJ = tl.max(key_GMJ, 0)
+        of_key_MJ = tl.min(tl.where(key_GMJ == key_MJ[None, :, :], e_GJ[:, None, :], NONE), 0)
+        key_M = tl.max(key_MJ, 1)
+        id_M = tl.min(tl.where(key_MJ == key_M[:, None], of_key_MJ, NONE), 1)
         is_best_GMJ = e_GJ[:, None, :] == id_M[None, :, None]
         key_GMJ = tl.where(is_best_GMJ, LOWEST_32, key_GMJ)
-        if HAS_CORRECTION:
-            score_M = tl.sum(tl.sum(tl.where(is_best_GMJ, score_GMJ, 0.0), 0), 1)
+        if HAS_CORRECTION:  # bits of one number and zeros: the sum is exact, and one instruction for integers
+            bits_GMJ = tl.where(is_best_GMJ, score_GMJ.to(tl.int32, bitcast=True), 0)
+            weight_M = tl.sum(tl.sum(bits_GMJ, 0), 1).to(tl.float32, bitcast=True)
         else:
-            score_M = value_of_32(key_M)
+            weight_M = value_of_32(key_M)
+        if SCORES == "softmax of chosen":
+            first_M = tl.maximum(first_M, weight_M)  # which the first place's is
+            weight_M = tl.exp(weight_M - first_M)
+        sum_M += weight_M
         id_MJ = tl.where((j == place)[None, :], id_M[:, None], id_MJ)
-        best_MJ = tl.where((j == place)[None, :], score_M[:, None], best_MJ)
-    return id_MJ, best_MJ
-
-
-@triton.jit
-def _weights(score_MJ, ok_J, SCORES: tl.constexpr, NORMED: tl.constexpr, LEAST_SUM: tl.constexpr):
-    """What the scores of a token's experts weigh, before they are scaled."""
-    if SCORES == "softmax of chosen":
-        known_MJ = tl.where(ok_J, score_MJ, -float("inf"))
-        part_MJ = tl.exp(known_MJ - tl.max(known_MJ, 1)[:, None])
-        score_MJ = part_MJ / tl.sum(part_MJ, 1)[:, None]
-    elif NORMED:
-        sum_M = tl.sum(score_MJ, 1)
+        weight_MJ = tl.where((j == place)[None, :], weight_M[:, None], weight_MJ)
+    if NORMED or SCORES == "softmax of chosen":
         if LEAST_SUM > 0:
             sum_M = tl.maximum(sum_M, LEAST_SUM)
         elif SCORES == "sigmoid":  # each of which may be 0
             sum_M += 1e-20
-        score_MJ = score_MJ / sum_M[:, None]
-    return score_MJ
+        weight_MJ /= sum_M[:, None]
+    return id_MJ, weight_MJ
 
 
 class Choice(NamedTuple):
     """What a launch needs for `choose_and_store`.
 
-    partials: [SPLITS, T, L | 1] float32.  tensors: from bias to shared, in its order; what the rule lacks is another tensor.
+    partials: float32, as `place_of` has them.  tensors: from bias to shared; what the rule lacks is another tensor.
     constants: all that T does not change, but for SPLITS and TOKENS.
     """
 
@@ -169,17 +216,20 @@ def choice_of(T: int, router: RouterWeights, rule: RouterRule, experts: int, spl
     L, device, groups, power = len(router.weight_LH), router.weight_LH.device, rule.groups or 1, triton.next_power_of_2
     assert T and L - experts in (0, 1) and experts % groups == 0 and rule.top_k <= experts
     assert rule.biased == (router.bias_E is not None) and rule.corrected == (router.correction_E is not None)
-    best = rule.top_groups or groups
+    best, scores = rule.top_groups or groups, rule.scores
     if best == groups:  # of any experts: as many groups as make a warp's lanes hold one
         best = groups = triton.cdiv(experts, LANES)
         width = LANES
+        if scores == "softmax" and rule.normed and not rule.corrected and not rule.least_sum:
+            scores = "softmax of chosen"  # the same numbers, without a sum over all experts
     else:
         width = experts // groups
     held, live = kept or (range(experts), None)
     assert live is None or T % len(live.active_B) == 0
     columns = T // len(live.active_B) if live else 1
     last_B = live.last_B if live and columns > 1 else None
-    partials = torch.empty(splits, T, L | 1, dtype=torch.float32, device=device)
+    beside = 4 if splits > 2 else splits
+    partials = torch.empty(triton.cdiv(splits, beside), T, L | 1, beside, dtype=torch.float32, device=device)
     topk_weights_TK = torch.empty(T, rule.top_k, dtype=torch.float32, device=device)
     topk_ids_TK = torch.empty(T, rule.top_k, dtype=torch.int64, device=device)
     shared_T1 = torch.empty(T, 1, dtype=torch.float32, device=device) if L > experts else None
@@ -189,7 +239,7 @@ def choice_of(T: int, router: RouterWeights, rule: RouterRule, experts: int, spl
         partials if shared_T1 is None else shared_T1,
     )  # fmt: skip
     constants = dict(
-        L=L, E=experts, G=groups, J=width, A=rule.top_k, SCORES=rule.scores, HAS_BIAS=rule.biased,
+        L=L, E=experts, G=groups, J=width, A=rule.top_k, SCORES=scores, HAS_BIAS=rule.biased,
         HAS_CORRECTION=rule.corrected, TOP_GROUPS=best, GROUP_BEST=rule.group_best, NORMED=rule.normed,
         LEAST_SUM=rule.least_sum, SCALING=rule.scaling, PADDED_G=power(groups),
         PADDED_J=max(power(width), power(rule.top_k)), FIRST=held.start, COUNT=len(held), COLUMNS=columns,

@@ -98,8 +98,8 @@ def quantised_experts_kernel(
     if works:
         x_M = x + (pair_M // TOP_K if GATED else pair_M).to(tl.int64) * stride_x
         acc_NM = product(
-            x_M, ok_M, qweight_N, scales + row_N * G, zero_points + row_N * G, K,
-            KIND, GROUP_SIZE, SCALES, HAS_ZERO_POINTS, ASM, GATED, BLOCK_M, BLOCK_N, UNROLL, SLICES, STAGES,
+            x_M, ok_M, qweight_N, scales + row_N * G, zero_points + row_N * G, 0, K,
+            KIND, GROUP_SIZE, SCALES, HAS_ZERO_POINTS, ASM, GATED, BLOCK_M, BLOCK_N, UNROLL, 1, SLICES, STAGES,
         )  # fmt: skip
         if HAS_BIAS:
             acc_NM += tl.load(bias + row_N).to(tl.float32)[:, None]

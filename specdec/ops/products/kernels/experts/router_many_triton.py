@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.ops.launch import chained
-from specdec.ops.products.kernels.experts.choosing_triton import choice_of, choose_and_store
+from specdec.ops.products.kernels.experts.choosing_triton import choice_of, choose_and_store, of_experts
 from specdec.ops.products.tiles.experts import ManyRouterTiles
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def router_many_kernel(
     x,  # [T, H]
     weight,  # [L, H]
-    logits,  # [1, T, L | 1] float32
+    logits,  # [T, L | 1] float32
     bias,  # [E] float32
     correction,  # [E] float32
     active,  # [B] int32, if HAS_ROWS
@@ -79,8 +79,10 @@ def router_many_kernel(
             sum_M += tl.sum(x_MK * w_K[None, :], 1)
         tl.store(logits + t * ROW + E, sum_M, mask=ok_M)
     tl.debug_barrier()  # all of this program's stores before its loads
+    bias_GJ = of_experts(bias, HAS_BIAS, E, J, PADDED_G, PADDED_J)
+    correction_GJ = of_experts(correction, HAS_CORRECTION, E, J, PADDED_G, PADDED_J)
     choose_and_store(
-        logits, bias, correction, active, last, topk_weights, topk_ids, shared, first, tl.minimum(first + BLOCK_M, T), T,
+        logits, bias_GJ, correction_GJ, active, last, topk_weights, topk_ids, shared, first, tl.minimum(first + BLOCK_M, T), T,
         places, L, E, G, J, A, SCORES, HAS_BIAS, HAS_CORRECTION, TOP_GROUPS, GROUP_BEST, NORMED, LEAST_SUM, SCALING, PADDED_G,
         PADDED_J, FIRST, COUNT, COLUMNS, HAS_ROWS, HAS_LAST, 1, BLOCK_M,
     )  # fmt: skip

@@ -2,7 +2,8 @@
 
 Programs share the logits: each multiplies some rows of the weight, and some columns of them, of which each warp has a part,
 with a block of tokens, and sums in float32.  The program of a block that arrives last adds up the partial logits of all, in a
-fixed order, and chooses (choosing_triton.py).
+fixed order, and chooses (choosing_triton.py).  Until then everybody waits, so what weights the choice needs are read before
+the wait.
 
 Order of chained launches (specdec/ops/launch.py): the kernel triggers before its wait, and reads weights alone before it.
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from specdec.ops.launch import chained
 from specdec.ops.products.kernels.dense.stream_triton import ARRIVALS, arrivals_of
-from specdec.ops.products.kernels.experts.choosing_triton import choice_of, choose_and_store
+from specdec.ops.products.kernels.experts.choosing_triton import choice_of, choose_and_store, of_experts, place_of
 from specdec.ops.products.tiles.experts import RouterTiles
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def router_kernel(
     x,  # [T, H]
     weight,  # [L, H]
     arrivals,  # [ARRIVALS] int32, zero before and after
-    partials,  # [S, T, L | 1] float32
+    partials,  # float32: see `place_of`
     bias,  # [E] float32
     correction,  # [E] float32
     active,  # [B] int32, if HAS_ROWS
@@ -52,13 +53,14 @@ def router_kernel(
     HAS_LAST: tl.constexpr, SPLITS: tl.constexpr, OWN: tl.constexpr, BLOCK_M: tl.constexpr, TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WARPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    ROW: tl.constexpr = L | 1
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k_CK = tl.arange(0, WARPS)[:, None] * (BLOCK_K // WARPS) + tl.arange(0, BLOCK_K // WARPS)[None, :]
     k_CK += tl.program_id(1) * BLOCK_K
     ok_N, ok_CK = n < L, k_CK < H
     ok_CNK = ok_N[None, :, None] & ok_CK[:, None, :]
     w_CNK = tl.load(weight + n[None, :, None] * H + k_CK[:, None, :], mask=ok_CNK, other=0.0)
+    bias_GJ = of_experts(bias, HAS_BIAS, E, J, PADDED_G, PADDED_J)
+    correction_GJ = of_experts(correction, HAS_CORRECTION, E, J, PADDED_G, PADDED_J)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -73,7 +75,7 @@ def router_kernel(
     else:  # three products of the tensor cores, with nearly all bits of float32
         logit_CNM = tl.dot(w_CNK.to(tl.float32), x_CKM.to(tl.float32), input_precision="tf32x3")
     logit_NM = tl.sum(logit_CNM, 0)
-    at_NM = (tl.program_id(1) * T + t)[None, :] * ROW + n[:, None]
+    at_NM = place_of(tl.program_id(1), t[None, :], n[:, None], T, L, SPLITS)
     tl.store(partials + at_NM, logit_NM, mask=ok_N[:, None] & (t < end)[None, :])
     tl.debug_barrier()  # all of this program's stores before its arrival
     programs = tl.num_programs(0) * SPLITS
@@ -81,8 +83,8 @@ def router_kernel(
     if tl.atomic_add(mine, 1, sem="acq_rel") == programs - 1:
         tl.store(mine, 0)
         choose_and_store(
-            partials, bias, correction, active, last, topk_weights, topk_ids, shared, first, end, T, places, L, E, G, J, A,
-            SCORES, HAS_BIAS, HAS_CORRECTION, TOP_GROUPS, GROUP_BEST, NORMED, LEAST_SUM, SCALING, PADDED_G, PADDED_J, FIRST,
+            partials, bias_GJ, correction_GJ, active, last, topk_weights, topk_ids, shared, first, end, T, places, L, E, G, J,
+            A, SCORES, HAS_BIAS, HAS_CORRECTION, TOP_GROUPS, GROUP_BEST, NORMED, LEAST_SUM, SCALING, PADDED_G, PADDED_J, FIRST,
             COUNT, COLUMNS, HAS_ROWS, HAS_LAST, SPLITS, TOKENS,
         )  # fmt: skip
 

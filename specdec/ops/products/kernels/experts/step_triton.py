@@ -21,23 +21,23 @@ from specdec.ops.products.kernels.experts.convert_triton import convert_4, conve
 
 @triton.jit
 def product(
-    x_M, ok_M, qweight_N, scales_N, zero_points_N, K: tl.constexpr,
+    x_M, ok_M, qweight_N, scales_N, zero_points_N, part, K: tl.constexpr,
     KIND: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr, HAS_ZERO_POINTS: tl.constexpr, ASM: tl.constexpr,
-    ENLARGES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNROLL: tl.constexpr, SLICES: tl.constexpr,
-    STAGES: tl.constexpr,
+    ENLARGES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNROLL: tl.constexpr, PARTS: tl.constexpr,
+    SLICES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """[N, M] float32: rows of a matrix times rows of x.
+    """[N, M] float32: rows of a matrix times rows of x, or that part of PARTS of the columns.
 
     ENLARGES: whether x is still to be multiplied by LARGE, where it must be; else it was.
     SCALES: as `scales_form` names them.  They are read a step ahead, because the loop's pipeline holds only what is multiplied.
     """
     STEPS: tl.constexpr = (K + 127) // 128
-    EACH: tl.constexpr = (STEPS + SLICES * UNROLL - 1) // (SLICES * UNROLL) * UNROLL  # of a slice
+    SHARES: tl.constexpr = PARTS * SLICES
+    EACH: tl.constexpr = (STEPS + SHARES * UNROLL - 1) // (SHARES * UNROLL) * UNROLL  # of a slice
     last_N = tl.load(scales_N) if SCALES == "row" else scales_N
-    if SLICES == 1:
-        base = 0
-    else:
-        base = tl.arange(0, SLICES)[:, None] * (EACH * 128)
+    base = part * (SLICES * EACH * 128) if PARTS > 1 else 0
+    if SLICES > 1:
+        base += tl.arange(0, SLICES)[:, None] * (EACH * 128)
         x_M, ok_M, qweight_N = x_M[None, :], ok_M[None, :], qweight_N[None, :]
         scales_N, zero_points_N = scales_N[None, :], zero_points_N[None, :]
     acc_NM = no_sums(BLOCK_N, BLOCK_M, SLICES)
@@ -50,7 +50,7 @@ def product(
             next_N = scale_at(scales_N, tl.minimum(at + 128, LAST), K, GROUP_SIZE, SCALES)
             acc_NM = add_step(
                 acc_NM, x_M, ok_M, qweight_N, scales_N, zero_points_N, now_N, at, K,
-                KIND, GROUP_SIZE, SCALES, HAS_ZERO_POINTS, ASM, ENLARGES, STEPS % (SLICES * UNROLL) == 0, SLICES,
+                KIND, GROUP_SIZE, SCALES, HAS_ZERO_POINTS, ASM, ENLARGES, STEPS % (SHARES * UNROLL) == 0, SLICES,
             )  # fmt: skip
     if SLICES > 1:
         acc_NM = tl.sum(acc_NM, 0)
