@@ -35,6 +35,7 @@ def test_each_rank_has_the_numbers_of_whole_logits(size: int, top: int) -> None:
 
 
 @pytest.mark.gpu
+@torch.inference_mode()
 @pytest.mark.parametrize("V", [2048, 4999])
 def test_a_row_s_numbers_depend_on_its_logits_alone(V: int) -> None:
     """Keeps out: a sum in another order beside other rows, beside rows that want more tokens, or in another type, by which
