@@ -58,12 +58,8 @@ LAYERS = OF_SIZES | {
     "Qwen3.5-35B-A3B": Layer(256, 8, 2048, 512, SwiGLU()), "GLM-4.7-Flash": Layer(64, 4, 2048, 1536, SwiGLU()),
 }  # fmt: skip
 GATED = {"dense 256": True, "dense 64": False}  # of layers with a shared expert as wide as the others: whether it is weighed
-NAMES = {
-    "dense": "Qwen3-30B-A3B",
-    "dense 256": "Qwen3.5-35B-A3B",
-    "dense 64": "GLM-4.7-Flash",
-    **{name: of for name, (of, _, _) in FORMATS.items()},
-}
+NAMES = {"dense": "Qwen3-30B-A3B", "dense 256": "Qwen3.5-35B-A3B", "dense 64": "GLM-4.7-Flash"}
+NAMES |= {name: of for name, (of, _, _) in FORMATS.items()}
 ROWS = {True: (1, 6, 8, 32, 48), False: (1, 8)}  # of tokens, of dense experts and of others
 # By dense or not, and the most tokens, of gate and up: block_n, warps, stages, unroll, and perhaps 1 and
 # slices.  Of down: splits instead of 1, and perhaps slices and what is prefetched.
