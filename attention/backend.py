@@ -14,7 +14,7 @@ from torch import Tensor
 from specdec.attention.caches.layout import HeadsView, KVView
 from specdec.attention.kinds import PLAIN, Scoring
 from specdec.attention.segment import AttentionPlan, Segment
-from specdec.attention.state import AttentionState, merge_all, merge_states
+from specdec.attention.state import AttentionState, merge_all, merge_states, with_sinks
 from specdec.ops.rope import HeadPrep
 
 
@@ -32,8 +32,8 @@ def is_first_call(checked: set[tuple[object, ...]], kind: tuple[object, ...], de
 class Backend(ABC):
     """An attention backend.  `run` answers one segment, `attend` a whole plan.
 
-    Both return states that leave attention sinks out: sinks belong to no segment, and the caller adds them once (LayerCall).
-    A backend that computes several segments in one launch overrides `attend`.
+    Both return states that leave attention sinks out: sinks belong to no segment.  `attend_with_sinks` adds them once, to the
+    state that a layer ends with.  A backend that computes several segments in one launch overrides `attend`.
     """
 
     name: ClassVar[str]
@@ -72,3 +72,16 @@ class Backend(ABC):
     ) -> AttentionState:
         """As `attend`, with the state over other keys merged in; prefix: contiguous, in the queries' dtype."""
         return merge_states(prefix, self.attend(q_THD, view, prepared, scoring))
+
+    def attend_with_sinks(
+        self, q_THD: Tensor, view: KVView, prepared: Any, scoring: Scoring = PLAIN, prefix: AttentionState | None = None
+    ) -> AttentionState:
+        """The state that a layer ends with: of `attend`, or of `attend_after` if there is a prefix, with the layer's sinks.
+
+        No other state may be merged into it.  A backend that can add sinks while it merges states overrides this method.
+        """
+        if prefix is None:
+            state = self.attend(q_THD, view, prepared, scoring)
+        else:
+            state = self.attend_after(prefix, q_THD, view, prepared, scoring)
+        return with_sinks(state, scoring.sinks_H)

@@ -102,10 +102,10 @@ class LayerCall(NamedTuple):
             first, others = (self._replace(prepared=each) for each in self.prepared.apart(later))
             return torch.cat((first.attend(q_THD[: later.begin], view), others.attend(q_THD[later.begin :], view)))
         prepared, backend, view = self.prepared.of(self.kind, self.backend), self.backend, self.view if view is None else view
-        if self.plan.context_parallel is None:
-            return self.finish(backend.attend(q_THD, view, prepared, self.scoring)).out_THD
-        prefix = self.over_ranks(q_THD, view, self.prepared.sharded_of(self.kind, backend))
-        return self.finish(backend.attend_after(prefix, q_THD, view, prepared, self.scoring)).out_THD
+        prefix = None
+        if self.plan.context_parallel is not None:
+            prefix = self.over_ranks(q_THD, view, self.prepared.sharded_of(self.kind, backend))
+        return backend.attend_with_sinks(q_THD, view, prepared, self.scoring, prefix).out_THD
 
     def over_ranks(self, q_THD: Tensor, view: KVView, prepared: Any) -> AttentionState:
         """The state of this rank's heads over what all ranks read.  prepared: the prepared plan of what this one reads."""
@@ -118,7 +118,7 @@ class LayerCall(NamedTuple):
         return all_to_all_states(backend.attend(q_THD, view, prepared, self.scoring), sharded.group)
 
     def finish(self, state: AttentionState) -> AttentionState:
-        """Adds the layer's sinks, after all states have been merged.  Nobody else adds any."""
+        """Adds the layer's sinks to a state of other calls of the backend, after all states have been merged."""
         return with_sinks(state, self.scoring.sinks_H)
 
     def once(self, name: str, make: Callable[[AttentionPlan], Made]) -> Made:

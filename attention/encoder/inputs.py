@@ -30,8 +30,8 @@ class CrossInputs(LayerInputs):
         text = call.plan.cross
         assert text is not None, "the plan does not say what the encoder read"
         prepared = call.once("cross", lambda plan: call.backend.prepare(AttentionPlan((text,), plan.positions_T)))
-        state = call.backend.attend(call.asked(self.q_TQD), call.encoder_cache, prepared, call.scoring)
-        return call.finish(state).out_THD
+        q_RQD = call.asked(self.q_TQD)
+        return call.backend.attend_with_sinks(q_RQD, call.encoder_cache, prepared, call.scoring).out_THD
 
     def dense(self) -> DenseHeads:
         raise AssertionError("dense attention knows no encoder's texts: training and checks refuse encoder-decoder targets")

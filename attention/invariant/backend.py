@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton
 from torch import Tensor
 
+from specdec.attention.backend import Backend
 from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.caches.latent_view import LatentView
 from specdec.attention.caches.layout import KVView
@@ -52,6 +53,8 @@ class InvariantBackend(TritonBackend):
         assert isinstance(view, MHAView | PairedView) and scoring.slopes_H is None and scoring.factor(q_THD.shape[2]) > 0
         check_view(q_THD, view)
         return _attend_heads(q_THD, view, prepared, scoring, programs)
+
+    attend_with_sinks = Backend.attend_with_sinks  # the kernels that merge here add no sinks
 
     def run(self, q_THD: Tensor, view: KVView, segment: Segment, scoring: Scoring = PLAIN) -> AttentionState:
         return self.attend(q_THD, view, KVBlockPlan(segment, None, self.blocks), scoring)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from functools import cache, lru_cache
 
 import torch
+import triton
 from torch import Tensor
 
 from specdec.attention.caches.heads_cache import MHAView
@@ -37,10 +38,13 @@ def hopper_tiles(
     if not (measured and isinstance(view, MHAView) and scoring.slopes_H is None):
         return None
     (_, H, D), K, P = q_THD.shape, view.kv.shape[2], segment.pages.page_size
-    group, aligned = H // K, all(number * 2 % 16 == 0 for number in (*q_THD.stride()[:2], view.kv.stride(0)))
+    group, aligned = (
+        triton.next_power_of_2(H // K),
+        all(number * 2 % 16 == 0 for number in (*q_THD.stride()[:2], view.kv.stride(0))),
+    )
     if q_THD.dtype.itemsize != 2 or not aligned or q_THD.data_ptr() % 16 or view.kv.data_ptr() % 16:
         return None
-    if D not in WIDTHS or view.kv.stride()[1:] != (K * D, D, 1) or not _reads_pages(P) or 64 % group:
+    if D not in WIDTHS or view.kv.stride()[1:] != (K * D, D, 1) or not _reads_pages(P) or group > 64:
         return None
     seqlen_q_packgqa, branches = segment.max_seqlen_q * group, segment.max_seqlen_q > 1 and not segment.causal
     keys = segment.max_keys
@@ -56,8 +60,9 @@ def _reads_pages(page_size: int) -> bool:
 
 @lru_cache
 def _tiles(seqlen_q_packgqa: int, D: int, branches: bool, pairs: int, max_keys: int, programs: int) -> PagedTiles | None:
-    """seqlen_q_packgqa: as in AttentionShape (flash/rule.py).  branches: whether queries are a tree's.  pairs: rows x kv heads.
-    max_keys: the most keys of a row that the host can't exclude, mostly the table's capacity.
+    """seqlen_q_packgqa: as in AttentionShape (flash/rule.py), with groups padded to a power of two.  branches: whether queries
+    are a tree's.  pairs: rows x kv heads.  max_keys: the most keys of a row that the host can't exclude, mostly the table's
+    capacity.
 
     In most cases two programs an SM, each with two stages, are fastest.  One with three stages is where there is just one
     for each SM, over the many keys of one row, for small trees and for wide heads.

@@ -6,16 +6,17 @@ the producer loads the queries, and the pages with keys that this layer may have
 which keys those are (`Segment.fresh`).
 
 A tile of queries x heads of a group is the first operand of wgmma, 64 rows for each warpgroup, so a row's softmax needs no
-other warp.  TMA brings panels of 64 columns, the widest row that wgmma reads from swizzled shared memory.  There are two ways
-of loading and multiplying pages:
+other warp.  A group is padded to a power of two: TMA then brings heads of the next one, whose rows are not stored.  TMA brings
+panels of 64 columns, the widest row that wgmma reads from swizzled shared memory.  There are two ways of loading and
+multiplying pages:
 - One TMA load brings all panels of a page's keys and values of a head, and each page has a wgmma of its own.
 - Each panel has a TMA load of its own, and a block's pages lie side by side (JOINED), so that fewer and larger wgmmas do.
 
 This module knows pages, not what the keys are, and chooses no tiles.
 
 Shapes: T queries, H heads, K kv heads, D head dim of keys and E of values (equal), P pages; M rows of a tile (queries x heads
-of a group), N keys of one wgmma: a page's, or a block's if JOINED.  Of pages that are larger than a block, "page" means a part
-of BLOCK_N keys.
+of a padded group), N keys of one wgmma: a page's, or a block's if JOINED.  Of pages that are larger than a block, "page" means
+a part of BLOCK_N keys.
 """
 
 from __future__ import annotations
@@ -104,13 +105,13 @@ def _logits(q_MD, kv_PND, stage, scale_log2, softcap, zeros_MN, PAGES: gl.conste
     do_not_specialize_on_alignment=["page_table", "cache_seqlens", "cu_seqlens_q", "starts", "lse"],
 )
 def paged_hopper_kernel(
-    q_tiles,  # tiles [BLOCK_M / GROUP, GROUP, 64] of [T, H, D]
+    q_tiles,  # tiles [BLOCK_M / PADDED_GROUP, PADDED_GROUP, 64] of [T, H, D]
     kv_tiles,  # tiles [2, PANELS, PAGE_KEYS, 64] of keys and values as [2, K * PANELS, slots, 64]
     page_table, cache_seqlens, cu_seqlens_q, starts, out, lse,  # as in paged_attention_kernel
     scale, softcap, stride_row, states, tiles,
-    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, PAGE_SIZE: gl.constexpr, CAUSAL: gl.constexpr,
-    HAS_STARTS: gl.constexpr, WINDOW_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr, FRESH: gl.constexpr, BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr, MIN_SPLIT_KEYS: gl.constexpr, STAGES: gl.constexpr, JOINED: gl.constexpr,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, PADDED_GROUP: gl.constexpr, DIM: gl.constexpr, PAGE_SIZE: gl.constexpr,
+    CAUSAL: gl.constexpr, HAS_STARTS: gl.constexpr, WINDOW_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr, FRESH: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, MIN_SPLIT_KEYS: gl.constexpr, STAGES: gl.constexpr, JOINED: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """states: splits for which out and lse have memory.  tiles: of a row's queries and heads of a group.
@@ -136,13 +137,13 @@ def paged_hopper_kernel(
     # All the tile's queries read the keys from `from_first`, the last of their first keys, to `whole`: there no mask is needed.
     whole = length
     if CAUSAL:
-        end = length - gl.maximum(queries - 1 - WINDOW_RIGHT - (tile * BLOCK_M + BLOCK_M - 1) // GROUP, 0)
-        whole = length - (queries - 1 - WINDOW_RIGHT - tile * BLOCK_M // GROUP)
-    end = gl.maximum(gl.where(tile * BLOCK_M < queries * GROUP, end, 0), 0)
+        end = length - gl.maximum(queries - 1 - WINDOW_RIGHT - (tile * BLOCK_M + BLOCK_M - 1) // PADDED_GROUP, 0)
+        whole = length - (queries - 1 - WINDOW_RIGHT - tile * BLOCK_M // PADDED_GROUP)
+    end = gl.maximum(gl.where(tile * BLOCK_M < queries * PADDED_GROUP, end, 0), 0)
     begin = 0  # the first key that any query of the tile reads
     from_first = 0
     if HAS_STARTS:
-        query_M = (tile * BLOCK_M + gl.arange(0, BLOCK_M, gl.BlockedLayout([1], [32], [num_warps], [0]))) // GROUP
+        query_M = (tile * BLOCK_M + gl.arange(0, BLOCK_M, gl.BlockedLayout([1], [32], [num_warps], [0]))) // PADDED_GROUP
         ok_M = query_M < queries
         start_M = gl.load(starts + first + query_M, mask=ok_M, other=2147483647, cache_modifier=".cg")
         begin = gl.minimum(gl.maximum(gl.min(start_M, 0), 0), end)
@@ -154,7 +155,7 @@ def paged_hopper_kernel(
     whole = gl.minimum(whole, high)
     settled = 0 if FRESH == "all" else length - (queries if FRESH == "queries" else 0)  # keys before this one are old
 
-    q_smem = gl.allocate_shared_memory(dtype, [PANELS, BLOCK_M // GROUP, GROUP, 64], q_tiles.layout)
+    q_smem = gl.allocate_shared_memory(dtype, [PANELS, BLOCK_M // PADDED_GROUP, PADDED_GROUP, 64], q_tiles.layout)
     if JOINED:
         kv_smem = gl.allocate_shared_memory(dtype, [STAGES * 2 * PANELS * PAGES, 1, 1, PAGE_KEYS, 64], kv_tiles.layout)
     else:
@@ -169,12 +170,12 @@ def paged_hopper_kernel(
     memory = q_smem, kv_smem, full, empty
     shared = starts, out, lse, scale, softcap, states, first, queries, length, tile, kv_head, split, splits
     keys = low, high, whole, begin, from_first
-    loads = q_tiles, kv_tiles, page_table + row.to(gl.int64) * stride_row, first + tile * (BLOCK_M // GROUP), kv_head
+    loads = q_tiles, kv_tiles, page_table + row.to(gl.int64) * stride_row, first + tile * (BLOCK_M // PADDED_GROUP), kv_head
     gl.warp_specialize(
         [
             (consumer, (
-                memory, shared, keys, KV_HEADS, GROUP, DIM, CAUSAL, HAS_STARTS, WINDOW_RIGHT, SOFTCAP, BLOCK_M, BLOCK_N,
-                BLOCK_N if JOINED else PAGE_KEYS, STAGES, PDL, num_warps,
+                memory, shared, keys, KV_HEADS, GROUP, PADDED_GROUP, DIM, CAUSAL, HAS_STARTS, WINDOW_RIGHT, SOFTCAP, BLOCK_M,
+                BLOCK_N, BLOCK_N if JOINED else PAGE_KEYS, STAGES, PDL, num_warps,
             )),
             (producer, (
                 memory, loads, low, high, settled, GROUP, DIM, PAGE_SIZE, FRESH, BLOCK_M, BLOCK_N, PAGE_KEYS, JOINED, STAGES,
@@ -232,9 +233,9 @@ def producer(
 @gluon.jit
 def consumer(
     memory, shared, keys,
-    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, CAUSAL: gl.constexpr, HAS_STARTS: gl.constexpr,
-    WINDOW_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, MMA_KEYS: gl.constexpr,
-    STAGES: gl.constexpr, PDL: gl.constexpr, WARPS: gl.constexpr,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, PADDED_GROUP: gl.constexpr, DIM: gl.constexpr, CAUSAL: gl.constexpr,
+    HAS_STARTS: gl.constexpr, WINDOW_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    MMA_KEYS: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """The consumer warps.  MMA_KEYS: keys of one wgmma, a page's or a block's.
 
@@ -250,15 +251,15 @@ def consumer(
     A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, DIM, 16])
     SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     gqa_M = tile * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, S))
-    query_M = gqa_M // GROUP
-    ok_M = query_M < queries
+    query_M, head_M = gqa_M // PADDED_GROUP, gqa_M % PADDED_GROUP
+    ok_M = (query_M < queries) & (head_M < GROUP)
     start_M = query_M
     if HAS_STARTS:
         start_M = gl.load(starts + first + query_M, mask=ok_M, other=2147483647, cache_modifier=".cg")
     last_M = high + query_M * 0
     if CAUSAL:
         last_M = gl.minimum(last_M, length - (queries - 1 - WINDOW_RIGHT - query_M))
-    state_M = ((first + query_M).to(gl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP + gqa_M % GROUP) * states + split
+    state_M = ((first + query_M).to(gl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP + head_M) * states + split
     e = gl.arange(0, DIM, layout=gl.SliceLayout(0, A))
     at_ME = out + gl.convert_layout(state_M, gl.SliceLayout(1, A))[:, None] * DIM + e[None, :]
     ok_ME = gl.convert_layout(ok_M, gl.SliceLayout(1, A))[:, None] & (e < DIM)[None, :]
@@ -348,14 +349,15 @@ def launch_paged_hopper(
     (T, H, D), (N, _, K, _), splits = q_THD.shape, view.kv.shape, out_THSD.shape[2]
     P = segment.pages.page_size
     G, states = H // K, lse_THS.stride(1)
-    num_tiles = triton.cdiv(segment.max_seqlen_q * G, tiles.block_m)
+    padded_group = triton.next_power_of_2(G)
+    num_tiles = triton.cdiv(segment.max_seqlen_q * padded_group, tiles.block_m)
     starts_T = segment.starts_T
     rows = min(P, tiles.block_n)
     assert segment.pages.table.stride(1) == 1 and out_THSD.stride() == (H * states * D, states * D, D, 1)
     assert lse_THS.stride(0) == H * states and (splits == 1 or lse_THS.stride(2) == 1)
     assert starts_T is None or (starts_T.shape[0] >= T and starts_T.is_contiguous())
     panels = D // PANEL
-    q_block = [tiles.block_m // G, G, PANEL]
+    q_block = [tiles.block_m // padded_group, padded_group, PANEL]
     kv_block = [1, 1, rows, PANEL] if tiles.joined else [2, panels, rows, PANEL]
     causal = segment.causal and segment.max_seqlen_q > 1
     paged_hopper_kernel[(segment.rows * K * num_tiles, splits)](
@@ -365,7 +367,7 @@ def launch_paged_hopper(
         segment.cu_seqlens_q if starts_T is None else starts_T, out_THSD, lse_THS,
         scoring.factor(D), 1.0 if scoring.softcap is None else scoring.softcap,
         segment.pages.table.stride(0), states, num_tiles,
-        KV_HEADS=K, GROUP=G, DIM=D, PAGE_SIZE=P, CAUSAL=causal, HAS_STARTS=starts_T is not None,
+        KV_HEADS=K, GROUP=G, PADDED_GROUP=padded_group, DIM=D, PAGE_SIZE=P, CAUSAL=causal, HAS_STARTS=starts_T is not None,
         WINDOW_RIGHT=segment.window_right, SOFTCAP=scoring.softcap is not None, FRESH=segment.fresh, BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n, MIN_SPLIT_KEYS=tiles.min_split_keys, STAGES=tiles.stages, JOINED=tiles.joined,
         PRODUCER_REGISTERS=PRODUCER_REGISTERS, num_warps=tiles.warps, maxnreg=tiles.registers, **chained(q_THD.device),

@@ -18,7 +18,8 @@ multiplied with the scales of both.
 
 Order of chained launches (specdec/ops/launch.py): before gdc_wait the kernel reads the page table, lengths and first keys.  In
 a model these are written before the norm ahead of the layer's projections, so they are complete when this kernel starts; any
-other caller has to make sure of the same.
+other caller has to make sure of the same.  With PREFETCH it also asks for its first keys and values to be brought to L2, which
+reads nothing.
 
 Values may have another width than keys; a token's keys and values lie in one row.  A key may consist of KEY_PARTS
 equal parts.  The query heads of a group then form as many equal runs, and each run is multiplied with its own part of the key:
@@ -209,6 +210,29 @@ def biases(slope_M, first_M, n, ALIBI: tl.constexpr):
 
 
 @triton.jit
+def prefetch_rows(at_N, ok_N, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    """Asks for rows of WIDTH elements of 16 bits to be brought to L2.
+
+    Nothing is read here: a later load finds what has been written by then, as L2 is where writes go.  So rows may be asked for
+    that the kernel in front is still writing.
+    """
+    d = 32 * tl.arange(0, (PADDED + 31) // 32)  # every 64 bytes
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred wanted;
+        setp.ne.s32 wanted, $2, 0;
+        @wanted prefetch.global.L2 [$1];
+        mov.b32 $0, 0;
+        }""",
+        "=r,l,r",
+        [(at_N[:, None] + d[None, :]).to(tl.int64), (ok_N[:, None] & (d < WIDTH)[None, :]).to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
 def capped(logits, softcap):
     """softcap * tanh(logits / softcap)."""
     return softcap - 2 * softcap / (1 + tl.exp2(logits * (2 * LOG2E / softcap)))
@@ -264,6 +288,7 @@ def paged_attention_kernel(
     STAGES: tl.constexpr,
     Q_IN_MEMORY: tl.constexpr,
     ASM: tl.constexpr,
+    PREFETCH: tl.constexpr,  # the first block's rows, while the kernel in front is running
     PDL: tl.constexpr,
 ):
     tile = tl.program_id(0) % tiles  # neighbouring programs read the same keys, mostly from L2
@@ -298,6 +323,10 @@ def paged_attention_kernel(
     n = tl.arange(0, BLOCK_N)
     # A block's page numbers are read one block ahead, so that the loads of its keys can start at once.
     page_N = tl.load(pages + (low + n) // PAGE_SIZE, mask=low + n < high, other=0, cache_modifier=".cg")
+    if PREFETCH and PDL:
+        row_N = kv + slots_on(page_N, low + n, PAGE_SIZE) * stride_slot
+        prefetch_rows(row_N, low + n < high, HEAD_DIM, PADDED_DIM)
+        prefetch_rows(row_N + stride_v, low + n < high, VALUE_DIM, PADDED_VALUE)
 
     if PDL:
         tl.extra.cuda.gdc_wait()

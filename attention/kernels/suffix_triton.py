@@ -1,6 +1,7 @@
 """The kernel after the paged kernel: it reads each query's few keys of its own (its suffix) and merges all states.
 
-These states are what the paged kernel's splits left.  Without HAS_SUFFIX the kernel only merges.
+These states are what the paged kernel's splits left.  Without HAS_SUFFIX the kernel only merges.  With HAS_SINKS it adds the
+layer's sinks: a sink is one more state, with which the sums begin.
 One program handles one query and one kv head.  The kernel knows slots (page size 1), not trees: a row lists the slots that its
 query reads.
 
@@ -52,8 +53,10 @@ def times_scale(p_GN, v_NE, scale, PARTS: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=["stride_row", "splits", "stride_whole_t", "stride_whole_h", "stride_lse_t", "stride_lse_h"],
-    do_not_specialize_on_alignment=["slot_table", "cache_seqlens", "starts", "q_positions", "slopes", "whole_out", "whole_lse"],
-)
+    do_not_specialize_on_alignment=[
+        "slot_table", "cache_seqlens", "starts", "q_positions", "slopes", "sinks", "whole_out", "whole_lse",
+    ],
+)  # fmt: skip
 def suffix_merge_kernel(
     q,  # [T, H, D]
     kv,  # as in the paged kernel
@@ -63,6 +66,7 @@ def suffix_merge_kernel(
     starts,  # [T] int32
     q_positions,  # [T] int32: each query's position, counted from its row's key 0
     slopes,  # [H] float32
+    sinks,  # [H] float32
     partial_out,  # [T, H, S, E] float32
     partial_lse,  # [T, H, S] float32, natural log
     whole_out,  # [T, H, E], any float type: one more state, which has no splits
@@ -94,6 +98,7 @@ def suffix_merge_kernel(
     BLOCK_N: tl.constexpr,
     CHUNK: tl.constexpr,
     HAS_SUFFIX: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     HAS_STARTS: tl.constexpr,
     ALIBI: tl.constexpr,  # as in the paged kernel
     SOFTCAP: tl.constexpr,
@@ -111,6 +116,9 @@ def suffix_merge_kernel(
     ok_GE = ok_G[:, None] & ok_E[None, :]
     head_G = kv_head * GROUP + g
     top_G, total_G = tl.full([PADDED_GROUP], -float("inf"), tl.float32), tl.zeros([PADDED_GROUP], tl.float32)
+    if HAS_SINKS:
+        top_G = tl.load(sinks + head_G, mask=ok_G, other=-float("inf"))
+        total_G = tl.where(top_G == -float("inf"), 0.0, 1.0)
     acc_GE = tl.zeros([PADDED_GROUP, PADDED_VALUE], tl.float32)
 
     if HAS_SUFFIX:

@@ -27,6 +27,7 @@ class PagedTiles(NamedTuple):
     ctas_per_sm: programs (CTAs) for which `splits_for` plans on each SM.
     hopper: whether paged_hopper.py's kernel is meant (hopper_tiles.py).
     joined: whether that kernel multiplies a block's pages together.
+    prefetch: whether Triton's kernel asks for the first block's 16-bit keys and values before it waits for the kernel in front.
     """
 
     block_m: int
@@ -38,6 +39,7 @@ class PagedTiles(NamedTuple):
     ctas_per_sm: int = 1
     hopper: bool = False
     joined: bool = False
+    prefetch: bool = False
 
     def within(self, room: int, key_bytes: int, query_bytes: int) -> PagedTiles:
         """These tiles with as many stages as the GPU has shared memory for: those for 128 dims were measured with 227 KB.
@@ -109,7 +111,7 @@ def paged_tiles(
             return PagedTiles(16, keys(64), 4, 4)
         if waves > 0.1:
             return PagedTiles(16, keys(128), 4, 3)
-        few = PagedTiles(16, keys(64), 4, 3, min_split_keys=64)
+        few = PagedTiles(16, keys(64), 4, 3, min_split_keys=64, prefetch=True)
         return few._replace(stages=2, ctas_per_sm=3) if max_keys > SHORT else few
     if wanted == 32:
         if waves < 0.1 and max_keys > SHORT and D <= 128:
@@ -156,16 +158,23 @@ def splits_for(programs_per_split: int, max_keys: int, min_split_keys: int, prog
     return next(splits for splits in candidates if fill(splits) >= 0.95 * best)
 
 
-def chunk_for(splits: int, group_elements: int) -> int:
-    """How many split states the merge kernel reads at once: as many as fit in one warp's registers.
+def merge_tiles(splits: int, group_elements: int, merging: int, programs: int) -> tuple[int, int]:
+    """How many split states a program of the merge kernel reads at once, and with how many warps.
 
-    group_elements: padded heads of a group x padded head dim.  Few splits mean many queries, and with fewer registers more
-    programs run at once: two states then, unless more take no more room than two of four heads of 128.
+    group_elements: padded heads of a group x padded head dim.  merging: programs of the merge.  programs: as in splits_for.
+
+    Programs that all run at once wait for memory, so each has the warps to read all states in one go.  Where they take turns,
+    one warp needs no barrier, and with fewer registers more of them run at once.  Few splits mean many queries: two states
+    then, unless more take no more room than two of four heads of 128.
     """
+    if merging <= 2 * programs:
+        states = triton.next_power_of_2(max(1, splits))
+        warps = max(1, min(8, states * group_elements // 1024))
+        return max(1, min(states, warps * 2048 // group_elements)), warps
     if splits <= 1:
-        return 1
+        return 1, 1
     max_chunk = max(2, 1024 // group_elements) if splits <= FEW_SPLITS else 8
-    return max(1, min(8, max_chunk, 4096 // group_elements))
+    return max(1, min(8, max_chunk, 4096 // group_elements)), 1
 
 
 @lru_cache

@@ -25,12 +25,12 @@ from specdec.attention.kernels.hopper_tiles import hopper_tiles
 from specdec.attention.kernels.paged_triton import paged_attention_kernel
 from specdec.attention.kernels.rope_store_triton import StoredView, launch_rope, launch_rope_store
 from specdec.attention.kernels.suffix_triton import suffix_merge_kernel
-from specdec.attention.kernels.tiles_triton import PagedTiles, chunk_for, padded, paged_tiles, programs_at_once, splits_for
+from specdec.attention.kernels.tiles_triton import PagedTiles, merge_tiles, padded, paged_tiles, programs_at_once, splits_for
 from specdec.attention.kernels.triton_plan import TritonPlan
 from specdec.attention.kinds import PLAIN, Scoring
 from specdec.attention.latent.mla_launch import attend_latent, merge_suffix
 from specdec.attention.segment import AttentionPlan, Segment
-from specdec.attention.state import AttentionState, merge_states
+from specdec.attention.state import AttentionState, merge_states, with_sinks
 from specdec.ops.launch import chained, has_pdl, shared_memory
 from specdec.ops.products.numerics import FAST, Numerics
 from specdec.ops.rope import HeadPrep
@@ -65,14 +65,43 @@ class TritonBackend(Backend):
         return TritonPlan(plan.segments, plan.suffix)
 
     def attend(self, q_THD: Tensor, view: KVView, prepared: TritonPlan, scoring: Scoring = PLAIN) -> AttentionState:
-        """The state of a plan: one kernel for each paged segment, then suffix and merge if there is any."""
-        q_THD = _dense_rows(q_THD)
-        T, H, _ = q_THD.shape
         if isinstance(view, LatentView):
+            q_THD = _dense_rows(q_THD)
             return attend_latent(q_THD, view, prepared, scoring, self.programs or programs_at_once(q_THD.device))
+        return self._attend_heads(q_THD, view, prepared, scoring, None)
+
+    def attend_after(
+        self, prefix: AttentionState, q_THD: Tensor, view: KVView, prepared: TritonPlan, scoring: Scoring = PLAIN
+    ) -> AttentionState:
+        suffix = prepared.suffix
+        if prepared.segments or suffix is None:
+            return super().attend_after(prefix, q_THD, view, prepared, scoring)
+        if isinstance(view, LatentView):
+            return merge_suffix(_dense_rows(q_THD), view, suffix, scoring.latent_factor(), prefix)
+        return self._suffix_after(prefix, q_THD, view, prepared, scoring, None)
+
+    def attend_with_sinks(
+        self, q_THD: Tensor, view: KVView, prepared: TritonPlan, scoring: Scoring = PLAIN, prefix: AttentionState | None = None
+    ) -> AttentionState:
+        if isinstance(view, LatentView):
+            return super().attend_with_sinks(q_THD, view, prepared, scoring, prefix)
+        if prefix is None:
+            return self._attend_heads(q_THD, view, prepared, scoring, scoring.sinks_H)
+        if prepared.segments or prepared.suffix is None:
+            return super().attend_with_sinks(q_THD, view, prepared, scoring, prefix)
+        return self._suffix_after(prefix, q_THD, view, prepared, scoring, scoring.sinks_H)
+
+    def _attend_heads(
+        self, q_THD: Tensor, view: KVView, prepared: TritonPlan, scoring: Scoring, sinks_H: Tensor | None
+    ) -> AttentionState:
+        """The state of a plan: one kernel for each paged segment, then suffix and merge if there is any.
+
+        sinks_H: sinks to be added; the merge adds them where one is launched.
+        """
         assert isinstance(view, CachedHeads)
+        q_THD = _dense_rows(q_THD)
         check_view(q_THD, view)
-        E = view.heads[1].shape[2]
+        (T, H, _), E = q_THD.shape, view.heads[1].shape[2]
         state = AttentionState.empty((T, H, E), q_THD.dtype, q_THD.device)
         if not T:
             return state
@@ -82,7 +111,7 @@ class TritonBackend(Backend):
         if suffix is None and counts == [1]:
             whole_THSD, whole_THS = state.out_THD[:, :, None], state.lse_TH[:, :, None]
             self.paged_partial(q_THD, view, paged[0], scoring, whole_THSD, whole_THS, prepared.schedules)
-            return state
+            return with_sinks(state, sinks_H)
         partial = prepared.scratch(T, H, sum(counts), E, q_THD.device)
         outs, lses = partial.out_THD.split(counts, 2), partial.lse_TH.split(counts, 2)
         whole: AttentionState | None = None
@@ -91,24 +120,22 @@ class TritonBackend(Backend):
             if answer is not None:
                 whole = answer if whole is None else merge_states(whole, answer)
         if whole is not None and suffix is None and not any(counts):
-            return whole
+            return with_sinks(whole, sinks_H)
         left_filled = len(paged) == 1 and paged[0].starts_T is None
-        launch_suffix_merge(q_THD, view, suffix, scoring, partial, whole, state, left_filled)
+        launch_suffix_merge(q_THD, view, suffix, scoring, partial, whole, state, left_filled, sinks_H)
         return state
 
-    def attend_after(
-        self, prefix: AttentionState, q_THD: Tensor, view: KVView, prepared: TritonPlan, scoring: Scoring = PLAIN
-    ) -> AttentionState:
-        suffix, q_THD = prepared.suffix, _dense_rows(q_THD)
-        if prepared.segments or suffix is None:
-            return super().attend_after(prefix, q_THD, view, prepared, scoring)
-        if isinstance(view, LatentView):
-            return merge_suffix(q_THD, view, suffix, scoring.latent_factor(), prefix)
+    def _suffix_after(
+        self, prefix: AttentionState, q_THD: Tensor, view: KVView, prepared: TritonPlan, scoring: Scoring,
+        sinks_H: Tensor | None,
+    ) -> AttentionState:  # fmt: skip
+        """The state of a suffix merged with a prefix's, and with sinks if there are any."""
         assert isinstance(view, CachedHeads)
+        q_THD = _dense_rows(q_THD)
         check_view(q_THD, view)
         (T, H, _), E = q_THD.shape, view.heads[1].shape[2]
         state, none = AttentionState.empty((T, H, E), q_THD.dtype, q_THD.device), prepared.scratch(T, H, 0, E, q_THD.device)
-        launch_suffix_merge(q_THD, view, suffix, scoring, none, prefix, state, True)
+        launch_suffix_merge(q_THD, view, prepared.suffix, scoring, none, prefix, state, True, sinks_H)
         return state
 
     def run(self, q_THD: Tensor, view: KVView, segment: Segment, scoring: Scoring = PLAIN) -> AttentionState:
@@ -174,6 +201,8 @@ class TritonBackend(Backend):
             ):  # halves with scales of their own pass through shared memory once more
                 room -= tiles.block_n * padded(v.shape[2]) * q_THD.itemsize
             tiles = tiles.within(room, key_bytes, padded(k.shape[2]) * q_THD.itemsize)
+        if tiles.hopper:
+            seqlen_q_packgqa = segment.max_seqlen_q * triton.next_power_of_2(H // K)
         num_tiles = triton.cdiv(seqlen_q_packgqa, tiles.block_m)
         return tiles, splits_for(
             segment.rows * K * num_tiles, segment.max_keys, tiles.min_split_keys, programs * tiles.ctas_per_sm
@@ -207,6 +236,7 @@ def launch_paged(
         WINDOW_RIGHT=segment.window_right, ALIBI=alibi_of(scoring), SOFTCAP=scoring.softcap is not None, QUANT=quant,
         INT8_QUERIES=int8_queries, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, MIN_SPLIT_KEYS=tiles.min_split_keys,
         STAGES=tiles.stages, Q_IN_MEMORY=q_in_memory, ASM=has_pdl(q_THD.device),
+        PREFETCH=tiles.prefetch and quant == "" and k.itemsize == 2,
         num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers, **chained(q_THD.device),
     )  # fmt: skip
 
@@ -220,12 +250,14 @@ def launch_suffix_merge(
     whole: AttentionState | None,
     state: AttentionState,
     left_filled: bool,
+    sinks_H: Tensor | None = None,
 ) -> None:
     """Launches the kernel that reads the suffix, if there is one, and merges all states into `state`.
 
     partial: states of the splits, [T, H, S, E].
     left_filled: True if a query's empty splits come last.
     whole: one more state, [T, H, E] with any strides, or None.
+    sinks_H: sinks that `state` then holds, float32, or None.
     """
     (T, H, D), (k, v), splits = q_THD.shape, view.heads, partial.lse_TH.shape[2]
     K, E = k.shape[1], v.shape[2]
@@ -234,22 +266,22 @@ def launch_suffix_merge(
     table, lens = (suffix.pages.table, suffix.cache_seqlens) if suffix else (partial.lse_TH, partial.lse_TH)
     starts_T, positions_T = (suffix.starts_T, positions_for(scoring, suffix)) if suffix else (None, None)
     out, lse = whole or state
-    assert out.stride(2) == 1 and table.stride(-1) == 1
-    # One warp a program: reductions then need no barrier, and many programs fit an SM.
+    assert out.stride(2) == 1 and table.stride(-1) == 1 and (sinks_H is None or sinks_H.is_contiguous())
+    chunk, warps = merge_tiles(splits, padded_group * padded(E), T * groups, programs_at_once(q_THD.device))
     suffix_merge_kernel[(T, groups)](
         q_THD, k, view.scales, table, lens, lens if starts_T is None else starts_T,
-        *((lens, lse) if positions_T is None else (positions_T, scoring.slopes_H)),
+        *((lens, lse) if positions_T is None else (positions_T, scoring.slopes_H)), lse if sinks_H is None else sinks_H,
         partial.out_THD, partial.lse_TH, out, lse, state.out_THD, state.lse_TH,
         *factors(scoring, D), *q_THD.stride()[:2], *strides_of(k, v), table.stride(0), splits,
         *out.stride()[:2], *lse.stride(),
         KV_HEADS=groups, GROUP=H // groups, PADDED_GROUP=padded_group, HEAD_DIM=k.shape[2],
         PADDED_DIM=padded(k.shape[2]), VALUE_DIM=E, PADDED_VALUE=padded(E),
         KEY_PARTS=k.shape[2] // D, BLOCK_N=16,
-        CHUNK=chunk_for(splits, padded_group * padded(E)), HAS_SUFFIX=suffix is not None,
+        CHUNK=chunk, HAS_SUFFIX=suffix is not None, HAS_SINKS=sinks_H is not None,
         HAS_STARTS=starts_T is not None, ALIBI=alibi_of(scoring) if suffix else "", SOFTCAP=scoring.softcap is not None,
         QUANT=view.quant if suffix else "", INT8_QUERIES=suffix is not None and view.int8_queries,
         HAS_WHOLE=whole is not None, LEFT_FILLED=left_filled,
-        num_warps=1, num_stages=1, **chained(q_THD.device),
+        num_warps=warps, num_stages=1, **chained(q_THD.device),
     )  # fmt: skip
 
 

@@ -41,7 +41,7 @@ from specdec.ops.launch import has_pdl, use_kernels
 from specdec.ops.operator import is_traced, use_operator
 from specdec.ops.products.numerics import FAST, Numerics
 from specdec.ops.products.stacked import each_linear_into
-from specdec.ops.products.tiles.experts import EACH_FEW, MOST_EACH
+from specdec.ops.products.tiles.experts import each_tiles
 from specdec.parallel.group import ALONE, Group
 
 
@@ -166,8 +166,8 @@ def _multiply(x_THI: Tensor, weight_HOI: Tensor, out_THO: Tensor, numerics: Nume
     if numerics.is_invariant:
         each_linear_into(x_THI, weight_HOI, out_THO)
         return
-    if x_THI.shape[0] <= MOST_EACH and use_kernels(x_THI) and has_pdl(x_THI.device):
-        each_linear_into(x_THI, weight_HOI, out_THO, EACH_FEW)
+    if use_kernels(x_THI) and has_pdl(x_THI.device) and (tiles := each_tiles(x_THI.shape[0])):
+        each_linear_into(x_THI, weight_HOI, out_THO, tiles)
         return
     a, b = x_THI.transpose(0, 1), weight_HOI.transpose(1, 2)
     if is_traced(a):

@@ -49,7 +49,6 @@ from specdec.attention.kinds import PLAIN, LayerKind, Scoring
 from specdec.attention.pages import PageTable
 from specdec.attention.plan import causal_segment, fill_tree_suffix, prefix_segment
 from specdec.attention.segment import AttentionPlan, Segment
-from specdec.attention.state import AttentionState, with_sinks
 from specdec.ops.rope import HeadPrep, Rotation, rotary_table
 
 DEVICE = torch.device("cuda")
@@ -166,17 +165,11 @@ def tree_mask(N: int) -> Tensor:
     return mask.to(DEVICE)
 
 
-def finished(state: AttentionState, world: World) -> Tensor:
-    """The output, with the layer's sinks."""
-    sinks_H = world.scoring.sinks_H
-    return (state if sinks_H is None else with_sinks(state, sinks_H)).out_THD
-
-
 def ours(world: World) -> list[Tensor]:
     """Every layer's attention.  The layers share one prepared plan, as in a model."""
     backend = TritonBackend()
     prepared = backend.prepare(world.plan)
-    return [finished(backend.attend(world.q_THD, view, prepared, world.scoring), world) for view in world.views]
+    return [backend.attend_with_sinks(world.q_THD, view, prepared, world.scoring).out_THD for view in world.views]
 
 
 def ours_with_store(world: World) -> list[Tensor]:
@@ -185,7 +178,7 @@ def ours_with_store(world: World) -> list[Tensor]:
     prepared, outs = backend.prepare(world.plan), []
     for view in world.views:
         q_THD = backend.store(view, world.qkv_TXD, world.slots_T, world.prep)
-        outs.append(finished(backend.attend(q_THD, view, prepared, world.scoring), world))
+        outs.append(backend.attend_with_sinks(q_THD, view, prepared, world.scoring).out_THD)
     return outs
 
 
@@ -259,7 +252,7 @@ def measure(case: Case, pool: Tensor, with_fa4: bool, replays: int) -> dict[str,
 def exact(world: World, view: MHAView | QuantView | Int8KeysView) -> Tensor:
     """Attention in float64 over the dequantised keys and values of a view."""
     oracle = TorchBackend()
-    return finished(oracle.attend(world.q_THD.double(), view, oracle.prepare(world.plan), world.scoring), world)
+    return oracle.attend_with_sinks(world.q_THD.double(), view, oracle.prepare(world.plan), world.scoring).out_THD
 
 
 def rates(case: Case, us: float) -> dict[str, float]:

@@ -10,7 +10,7 @@ for experts torch's grouped product, or mixture_triton.py.  New: router_triton.p
 few tiles, first of gate and up, then of down; --all prints the best three of each.  "Layer" is a norm that adds the last
 output, the router and the experts, in a chain of CALLS, each with a router and a shared expert of its own; `+ partials`: the
 norm adds splits up, and the shared expert is computed beside the chosen ones instead of in front of them.  --sorted: of more
-tokens, torch's grouped product beside stacked_triton.py's, and nothing else.
+tokens, torch's grouped product beside stacked_triton.py's and grouped_hopper.py's, and routers of many tokens.
 
 Times are medians of replays of CUDA graphs.  The limit is the time to read the distinct experts that were chosen, which are
 counted, once at 4.48 TB/s.  specdec takes the new kernels up to MOST_TOKENS tokens (specdec/ops/products/tiles/experts.py):
@@ -38,10 +38,11 @@ from triton.runtime.errors import OutOfResources
 
 from products.quantised_experts import BANDWIDTH, CALLS, FORMATS, Layer, choices, random_experts, time_calls
 from products.quantised_experts import LAYERS as OF_SIZES
-from specdec.models.mixtures.products import ordered_experts, run_experts
+from specdec.models.mixtures.products import ordered_experts, placed_experts, run_experts
 from specdec.ops.norm import add_rms_norm
 from specdec.ops.products.dense import gated_linear, linear
 from specdec.ops.products.experts import (
+    PLAIN,
     DenseExperts,
     Experts,
     SharedExperts,
@@ -52,7 +53,15 @@ from specdec.ops.products.experts import (
 )
 from specdec.ops.products.partials import Partials
 from specdec.ops.products.routing import RouterRule, RouterWeights, choose, routed
-from specdec.ops.products.tiles.experts import ExpertTiles, MixtureTiles, RouterTiles, StackedTiles, few_tokens_tiles
+from specdec.ops.products.tiles.experts import (
+    ExpertTiles,
+    GroupedTiles,
+    ManyRouterTiles,
+    MixtureTiles,
+    RouterTiles,
+    StackedTiles,
+    few_tokens_tiles,
+)
 
 LAYERS = OF_SIZES | {
     "Qwen3.5-35B-A3B": Layer(256, 8, 2048, 512, SwiGLU()), "GLM-4.7-Flash": Layer(64, 4, 2048, 1536, SwiGLU()),
@@ -100,9 +109,11 @@ ROUTERS = tuple(
 STACKED = (
     None, StackedTiles(16, 64, 128, 4, 4), StackedTiles(16, 128, 128, 4, 3), StackedTiles(32, 64, 128, 4, 4),
     StackedTiles(64, 128, 64, 4, 4), StackedTiles(64, 128, 64, 8, 4), StackedTiles(128, 128, 64, 8, 4),
-    StackedTiles(128, 256, 64, 8, 3),
-)  # fmt: skip  # None: torch's
-MANY_ROUTED = tuple(RouterTiles(*each) for each in ((8, 16, 512, 8), (16, 32, 512, 8), (32, 32, 512, 8), (32, 64, 256, 8)))
+    (GroupedTiles(256, 64, 4, 8), GroupedTiles(256, 64, 3, 8)),
+)  # fmt: skip  # None: torch's; two: grouped_hopper.py's
+MANY_ROUTED = (
+    RouterTiles(8, 16, 512, 8), ManyRouterTiles(16, 64, 8, 4), ManyRouterTiles(32, 64, 8, 4), ManyRouterTiles(64, 64, 8, 4),
+)  # fmt: skip
 
 
 class Trial(NamedTuple):
@@ -149,7 +160,9 @@ class World:
         held = [[each] if isinstance(each, Tensor) else [each.qweight_RJ, each.scales_RG] for each in stacks]
         return experts / self.layer.experts * sum(tensor.nbytes for tensors in held for tensor in tensors)
 
-    def route(self, x_TH: Tensor, call: int, tiles: RouterTiles | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    def route(
+        self, x_TH: Tensor, call: int, tiles: RouterTiles | ManyRouterTiles | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         router, E = self.routers[call], self.layer.experts
         if tiles is not None:
             return routed(x_TH, router, self.rule, E, tiles)
@@ -282,7 +295,10 @@ def compare_sorted(names: list[str], rows: list[int]) -> list[dict[str, Any]]:
                 f"{name} {T} tokens, {distinct:.0f} experts, limit {1e6 * world.bytes_of(distinct) / BANDWIDTH:.0f} us:", end=""
             )
             for tiles in STACKED:
-                way = run_experts if tiles is None else partial(ordered_experts, tiles=tiles)
+                if isinstance(tiles, StackedTiles):
+                    way = partial(ordered_experts, tiles=tiles)
+                else:
+                    way = run_experts if tiles is None else partial(placed_experts, form=PLAIN, tiles=tiles)
                 us = time_calls(lambda call: way(xs[call], shares, chosen[call], *weights))  # noqa: B023
                 found.append({"format": name, "T": T, "tiles": tiles, "us": round(us, 2)})
                 print(f" {'torch' if tiles is None else 'x'.join(map(str, tiles))} {us:.0f}", end="", flush=True)
@@ -358,7 +374,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--formats", nargs="+", choices=NAMES, default=list(NAMES))
     parser.add_argument("--rows", type=int, nargs="+", help="tokens; left out: those of ROWS")
-    parser.add_argument("--sorted", type=int, nargs="+", help="tokens: products of pairs sorted by expert, and nothing else")
+    parser.add_argument("--sorted", type=int, nargs="+", help="tokens: products of pairs sorted by expert, and routers")
     parser.add_argument("--processes", type=int, default=14, help="that compile side by side")
     parser.add_argument("--all", action="store_true", help="print the best three tiles of each part, too")
     parser.add_argument("--out", type=Path)

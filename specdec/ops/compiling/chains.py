@@ -54,7 +54,7 @@ GROUPS = (
             "subtract": "factor norm",
             "rope_store": "positions slots table",
             "sinks": "sinks",
-            "suffix_merge": "cache_seqlens kv q q_positions scales slopes slot_table starts",
+            "suffix_merge": "cache_seqlens kv q q_positions scales sinks slopes slot_table starts",
             "fill_pairs": "mask",
         },
     ),
@@ -71,11 +71,12 @@ GROUPS = (
         "lengths and first keys made before that norm, which store and attention read before their waits. The second "
         "product of experts reads topk_ids, which the first one has waited for.",
         "tiled_linear experts_linear weighted_sum spread_rows own_pairs by_expert count_pairs place_pairs "
-        "router_many norm_parts",
+        "router_many norm_parts few_gate_up_hopper",
         {
             "quantised_experts": "topk_ids qweight",
             "few_gate_up": "shared",
             "few_down": "topk_ids qweight shared",
+            "few_down_hopper": "topk_ids qweight",
             "each_linear": "weight",
             "hopper_linear": "weight_tiles",
             "linear": "weight",
@@ -90,14 +91,14 @@ GROUPS = (
         "late",
         "The merge after attention reads queries, and the suffix's keys, table and lengths, before its wait. Of the cache "
         "itself only paged_hopper's producer reads before its wait, and only pages that earlier passes have filled: not those "
-        "with keys that this layer may have just stored (`Segment.fresh`). latent_attention asks L2 for slots, and "
-        "reads nothing of them.",
+        "with keys that this layer may have just stored (`Segment.fresh`). latent_attention and paged_attention ask L2 for "
+        "slots, fresh ones too, and read nothing of them; L2 is where the store in front writes.",
         "",
         {
             "latent_kv_blocks": "cache_seqlens cu_seqlens_q page_table",
             "kv_blocks": "cache_seqlens cu_seqlens_q page_table starts",
             "paged_hopper": "cache_seqlens cu_seqlens_q kv_tiles page_table starts",
-            "paged_attention": "cache_seqlens cu_seqlens_q page_table starts",
+            "paged_attention": "cache_seqlens cu_seqlens_q kv page_table starts",
             "latent_hopper": "cache_seqlens cu_seqlens_q",
             "latent_attention": "cache_seqlens cu_seqlens_q latent page_table rope starts",
         },

@@ -2,8 +2,8 @@
 
 On a CPU, in float32, under autograd and in a trace the functions of models/mixtures/products.py compute it by torch's products.
 On a GPU the kernel in kernels/experts/mixture_triton.py converts quantised values on their way to the tensor cores, for any
-number of tokens; few_tokens_triton.py does so for few tokens, in two launches, and takes dense experts too.  The policy chooses
-(`mixture_tiles`).  This module knows no model.
+number of tokens; few_tokens_triton.py does so for few tokens, in two launches, and takes dense experts too; few_hopper.py for
+up to 8 tokens on Hopper GPUs.  The policy chooses (`mixture_tiles`).  This module knows no model.
 
 Shapes: T tokens, H hidden size, E experts, K experts of a token (top_k), P = T * K pairs, F intermediate size of an expert.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 from specdec.ops.launch import has_gluon, has_pdl, has_triton, use_kernels
 from specdec.ops.operator import is_traced
 from specdec.ops.products.dense import silu_mul, tma_reads
-from specdec.ops.products.formats.experts import QuantisedStack, scales_form
+from specdec.ops.products.formats.experts import QuantisedStack, has_units, scales_form
 from specdec.ops.products.gpus import match_of
 from specdec.ops.products.numerics import Numerics
 from specdec.ops.products.partials import Partials
@@ -119,6 +119,7 @@ def mixture_tiles(x_TH: Tensor, experts: Experts, top_k: int, numerics: Numerics
     if not use_kernels(x_TH) or not len(x_TH):
         return None
     kind: ExpertsKind = "dense"
+    hopper = False
     if isinstance(experts, DenseExperts):
         if not all(stack.is_contiguous() and stack.dtype == x_TH.dtype for stack in experts[:2]):
             return None
@@ -128,7 +129,9 @@ def mixture_tiles(x_TH: Tensor, experts: Experts, top_k: int, numerics: Numerics
         if gate_up.kind != down.kind or not all(scales_form(stack.kind, stack.group_size) for stack in (gate_up, down)):
             return None
         count, kind = gate_up.experts, gate_up.kind
-    return numerics.mixture_tiles(len(x_TH), top_k, count, kind, x_TH.dtype, has_pdl(x_TH.device))
+        hopper = x_TH.is_cuda and x_TH.dtype == torch.bfloat16 and has_units(gate_up) and has_units(down)
+        hopper = hopper and has_gluon() and match_of(x_TH.device).hopper
+    return numerics.mixture_tiles(len(x_TH), top_k, count, kind, x_TH.dtype, has_pdl(x_TH.device), hopper)
 
 
 def sorted_tiles(x_TH: Tensor, experts: Experts, top_k: int, numerics: Numerics) -> StackedTiles | None:
@@ -178,7 +181,7 @@ def run_mixture(
     shared: terms of the sum.  Experts are computed beside the chosen ones, where `shared_beside` says so.
     partials: whether the caller can add up split-K partials.
     """
-    if tiles.kernel == "few_tokens_triton":
+    if tiles.kernel != "mixture_triton":
         return few_tokens_experts(x_TH, topk_weights_TK, topk_ids_TK, experts, tiles, shared, partials)
     assert isinstance(experts, QuantisedExperts) and not isinstance(shared, SharedExperts)
     out_TH = quantised_experts(x_TH, topk_weights_TK, topk_ids_TK, experts, tiles.gate_up)
@@ -189,18 +192,27 @@ def few_tokens_experts(
     x_TH: Tensor, topk_weights_TK: Tensor, topk_ids_TK: Tensor, experts: Experts, tiles: MixtureTiles,
     shared: SharedExperts | SharedOutput | None = None, partials: bool = False,
 ) -> Tensor | Partials:  # fmt: skip
-    """`run_mixture` in two launches, of at most 64 tokens.  An id that is no expert's counts for nothing.
+    """`run_mixture` in two launches, of at most 64 tokens; with few_hopper.py's tiles of at most 8.  An id that is no
+    expert's counts for nothing.
 
     Activations are rounded when the token's weight is multiplied in, and sums at their end alone: the result is closer to exact
     sums than the definition's, which rounds each expert's output.
     """
-    from specdec.ops.products.kernels.experts.few_tokens_triton import launch_few_down, launch_few_gate_up
-
     chosen = topk_weights_TK.float().contiguous(), topk_ids_TK.contiguous()
     x_TH = x_TH if x_TH.stride(1) == 1 else x_TH.contiguous()
-    beside = shared if isinstance(shared, SharedExperts) else None
-    gated = launch_few_gate_up(x_TH, experts.gate_up, experts.form, *chosen, tiles.gate_up, beside)
-    sums = launch_few_down(gated, experts.down, experts.form, *chosen, tiles.down, shared, partials)
+    if tiles.kernel == "few_hopper":
+        from specdec.ops.products.kernels.quantised.few_hopper import launch_few_down_hopper, launch_few_gate_up_hopper
+
+        assert isinstance(experts, QuantisedExperts) and not isinstance(shared, SharedExperts)
+        gated = launch_few_gate_up_hopper(x_TH, experts.gate_up, experts.form, *chosen, tiles.gate_up)
+        splits = partials and tiles.down.splits > 1
+        sums = launch_few_down_hopper(gated, experts.down, experts.form, *chosen, tiles.down, shared, splits)
+    else:
+        from specdec.ops.products.kernels.experts.few_tokens_triton import launch_few_down, launch_few_gate_up
+
+        beside = shared if isinstance(shared, SharedExperts) else None
+        gated = launch_few_gate_up(x_TH, experts.gate_up, experts.form, *chosen, tiles.gate_up, beside)
+        sums = launch_few_down(gated, experts.down, experts.form, *chosen, tiles.down, shared, partials)
     return Partials(sums, x_TH.dtype) if sums.dim() == 3 else sums
 
 

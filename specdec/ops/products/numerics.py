@@ -82,15 +82,16 @@ class Numerics:
         return lossless_tiles(M, N, K, gated, kind)
 
     def mixture_tiles(
-        self, tokens: int, top_k: int, experts: int, kind: ExpertsKind, dtype: torch.dtype, chained: bool
+        self, tokens: int, top_k: int, experts: int, kind: ExpertsKind, dtype: torch.dtype, chained: bool,
+        hopper: bool = False,
     ) -> MixtureTiles | None:  # fmt: skip
         """Those of a mixture of experts of that kind, and x of that dtype; None: torch's products compute it.
 
-        chained: whether launches can be.
+        chained: whether launches can be.  hopper: whether the kernels for Hopper GPUs can run.
         """
         if dtype == torch.float32 or not chained:
             return None
-        return mixture_tiles(tokens, top_k, experts, kind)
+        return mixture_tiles(tokens, top_k, experts, kind, hopper)
 
     def sorted_tiles(
         self, tokens: int, top_k: int, experts: int, dtype: torch.dtype, chained: bool

@@ -1,8 +1,8 @@
 """Products with stacks of matrices in one order of sums: what heads and experts compute under an invariant policy.
 
-Other policies take those of dense experts too, up to `MOST_STACKED` pairs an expert, and leave the rest to torch
-(attention/latent/mla.py, models/mixtures/products.py), whose order of sums depends on the number of rows.  All mixtures but
-those of few tokens use the weighted sum.  Everything here runs on a GPU alone.
+Other policies take those of dense experts too, up to `MOST_STACKED` pairs an expert, and leave the rest to grouped.py's kernel
+or to torch (attention/latent/mla.py, models/mixtures/products.py), whose order of sums depends on the number of rows.  All
+mixtures but those of few tokens use the weighted sum.  Everything here runs on a GPU alone.
 
 Shapes: M tokens, A experts of a token (top_k), P = M * A pairs, E experts, B matrices of a stack, K in, N out.
 """

@@ -96,7 +96,7 @@ def test_random_segments_in_any_tiles(seed: int) -> None:
         causal, longest = rng.random() < 0.6, rng.choice([20, 300, 2500]) + N
         case = Case(
             [rng.randint(N if causal else 0, longest) for _ in range(rng.choice([1, 2, 5]))], N, causal,
-            (rng.choice([1, 2, 8]), rng.choice([1, 2, 4, 8]), D), rng.choice([16, 32, 64, 128, 192]),
+            (rng.choice([1, 2, 8]), rng.choice([1, 2, 3, 4, 6, 8]), D), rng.choice([16, 32, 64, 128, 192]),
             rng.choice(["none", "queries", "all"]), rng.choice([0, 0, 1, 100, 700]), rng.choice([None, None, 20.0]),
             rng.choice([torch.bfloat16, torch.float16]),
         )  # fmt: skip
@@ -112,11 +112,13 @@ def test_random_segments_in_any_tiles(seed: int) -> None:
     [
         Case([1000] * 16, 1, True), Case([1000], 6, True), Case([0, 700], 6, False), Case([5000, 40], 1, True, near=1),
         Case([3000], 32, False, fresh="none"), Case([900], 128, True), Case([40, 5, 700], 3, True, (8, 8, 64)),
-        Case([700, 900], 6, True, (8, 2, 256)), Case([5000], 60, False, fresh="none"), Case([800, 300], 6, True, near=128),
+        Case([700, 900], 6, True, (8, 2, 256)), Case([900], 6, True, (4, 6, 256)),
+        Case([5000], 60, False, fresh="none"), Case([800, 300], 6, True, near=128),
         Case([40_000, 33], 6, True, page_size=40_192), Case([40_000], 32, False, page_size=40_192),
     ],
     ids=[
-        "16 rows", "chain", "empty row", "window of 1", "tree of 32", "prompt", "heads of 64", "heads of 256", "tree of 60",
+        "16 rows", "chain", "empty row", "window of 1", "tree of 32", "prompt", "heads of 64", "heads of 256", "groups of 6",
+        "tree of 60",
         "window of 128", "unpaged chain", "unpaged tree",
     ],
 )  # fmt: skip
@@ -138,8 +140,8 @@ def test_unpaged_rows_beyond_the_reach_of_32_bits(hopper: bool) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    [Case([100], 6, True, page_size=8), Case([100], 6, True, (2, 3, 128)), Case([100], 6, True, (2, 4, 96))],
-    ids=["pages of 8", "groups of 3", "heads of 96"],
+    [Case([100], 6, True, page_size=8), Case([100], 6, True, (2, 65, 128)), Case([100], 6, True, (2, 4, 96))],
+    ids=["pages of 8", "groups of 65", "heads of 96"],
 )
 def test_what_the_engine_cannot_bring_goes_to_the_other_kernel(case: Case) -> None:
     """Keeps out: a page, a group or a head that TMA or the tensor cores cannot take."""

@@ -52,7 +52,8 @@ def test_what_the_kernel_cannot_read_keeps_the_other_one() -> None:
     assert chosen(measured=None) is None, "this GPU is none"
     assert chosen() is not None and chosen(page_size=64, heads=(2, 8, 64)) is not None
     assert chosen(page_size=40_192) is not None, "a page as long as a sequence"
-    for other in ({"page_size": 8}, {"page_size": 48}, {"heads": (2, 3, 128)}, {"heads": (2, 4, 96)}):
+    assert chosen(heads=(2, 3, 128)) == chosen(), "a group is padded"
+    for other in ({"page_size": 8}, {"page_size": 48}, {"heads": (2, 65, 128)}, {"heads": (2, 4, 96)}):
         assert chosen(**other) is None, other
 
 

@@ -72,9 +72,16 @@ class Watched(Numerics):
         self.captured: Counter[str | None] = Counter()
 
     def mixture_tiles(
-        self, tokens: int, top_k: int, experts: int, kind: Any, dtype: torch.dtype, chained: bool
+        self,
+        tokens: int,
+        top_k: int,
+        experts: int,
+        kind: Any,
+        dtype: torch.dtype,
+        chained: bool,
+        hopper: bool = False,
     ) -> MixtureTiles | None:
-        tiles = super().mixture_tiles(tokens, top_k, experts, kind, dtype, chained)
+        tiles = super().mixture_tiles(tokens, top_k, experts, kind, dtype, chained, hopper)
         if torch.cuda.is_current_stream_capturing() and dtype == torch.bfloat16:
             self.captured[tiles and tiles.kernel] += 1
         return tiles

@@ -30,7 +30,7 @@ from specdec.ops.products import experts, routing
 from specdec.ops.products.experts import SwiGLU
 from specdec.ops.products.numerics import Numerics
 from specdec.ops.products.routing import RouterRule
-from specdec.ops.products.tiles.experts import ROUTER, ExpertsKind, ExpertTiles, MixtureTiles, RouterTiles, few_tokens_tiles
+from specdec.ops.products.tiles.experts import ExpertsKind, ExpertTiles, MixtureTiles, RouterTiles, few_tokens_tiles
 
 interpreted = pytest.mark.skipif(HAS_GPU, reason="the interpreter's turn")
 
@@ -56,7 +56,7 @@ class FewTokens(Numerics):
         return MixtureTiles("few_tokens_triton", LARGE, LARGE) if tokens <= 4 else None
 
     def router_tiles(self, tokens: int, *others: object) -> RouterTiles | None:
-        return ROUTER if tokens <= 4 else None
+        return RouterTiles(4, 16, 512, 4) if tokens <= 4 else None
 
 
 class OfGpus(Numerics):
@@ -66,7 +66,7 @@ class OfGpus(Numerics):
         return few_tokens_tiles(tokens, kind)
 
     def router_tiles(self, tokens: int, *others: object) -> RouterTiles:
-        return ROUTER
+        return RouterTiles(4, 16, 512, 4)
 
 
 def use_few_tokens(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:

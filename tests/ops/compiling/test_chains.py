@@ -23,6 +23,7 @@ NEVER_WRITTEN = {  # by kernels: arguments that may be read through L1 before a 
     "corrected_logits": "w2",
     "gated_norm": "weight",
     "fill_pairs": "mask",  # a row of the drafter's weights
+    "few_down_hopper": "qweight",
     "quantised_warp": WORDS,
     "quantised_warpgroup": WORDS,
     "router": "bias correction weight",
@@ -32,7 +33,7 @@ NEVER_WRITTEN = {  # by kernels: arguments that may be read through L1 before a 
     "scan": "offsets",  # from a drafter's token ids to the target's
     "sinks": "sinks",
     "subtract": "factor norm",
-    "suffix_merge": "scales slopes",  # scales of fp8 heads; those of int8 tokens come from L2
+    "suffix_merge": "scales sinks slopes",  # scales of fp8 heads; those of int8 tokens come from L2
     "take_columns": "order",
     "tree_convolution": "weight",
 }

@@ -24,16 +24,17 @@ from specdec.ops.products.experts import (
     mixture_tiles,
     quantised_experts,
 )
-from specdec.ops.products.formats.experts import QuantisedStack, step_bytes, steps_of
+from specdec.ops.products.formats.experts import QuantisedStack, has_units, step_bytes, steps_of
 from specdec.ops.products.formats.lossless import LosslessMatrix
 from specdec.ops.products.formats.quantised import QuantisedMatrix, row_bytes
+from specdec.ops.products.gpus import match_of
 from specdec.ops.products.lossless import LosslessWeight
 from specdec.ops.products.numerics import FAST, INVARIANT
 from specdec.ops.products.own_pairs import LiveRows, own_pairs
 from specdec.ops.products.quantised import QuantisedWeight
 from specdec.ops.products.routing import RouterRule, RouterWeights, routed
 from specdec.ops.products.stacked import each_linear, experts_linear, weighted_sum
-from specdec.ops.products.tiles.experts import few_tokens_tiles, router_tiles
+from specdec.ops.products.tiles.experts import few_hopper_tiles, few_tokens_tiles, router_tiles
 from specdec.ops.rows import prepend, take_columns, take_rows, take_run
 from toolkit.ahead.made import DTYPES, HIDDEN, VOCABULARY, counts, floats, halves, here, ids, may_be_deterministic
 
@@ -125,6 +126,8 @@ def coded_mixtures() -> None:
                 quantised_experts(halves(T, H), floats(T, A), ids(T, A), experts)
         for T in (1, 8, 32) if has_pdl(here()) else ():
             few_tokens_experts(halves(T, H), floats(T, A), ids(T, A), experts, few_tokens_tiles(T, kind))
+            if T <= 8 and has_units(experts.down) and match_of(here()).hopper:
+                few_tokens_experts(halves(T, H), floats(T, A), ids(T, A), experts, few_hopper_tiles(T, kind))
 
 
 def dense_mixtures() -> None:

@@ -53,6 +53,11 @@ CHOSEN: dict[str, list[str]] = {
         "tests/ops/products/experts/test_few_tokens.py::test_a_mixture_equals_its_definition[dense-1-4-1]",
     ],
     "few_down_kernel": [],
+    "few_gate_up_hopper_kernel": [
+        "tests/ops/products/experts/test_few_hopper.py::test_a_mixture_equals_its_definition[mxfp4-1]",
+        "tests/ops/products/experts/test_few_hopper.py::test_a_mixture_equals_its_definition[int4-5]",
+    ],
+    "few_down_hopper_kernel": [],
     "router_kernel": [f"{ROUTED}::test_one_launch_chooses_as_the_definition[sigmoid, groups' best two-5-True-tiles0]"],
     "router_many_kernel": [f"{ROUTED}::test_one_launch_chooses_as_the_definition[sigmoid, groups' best two-21-True-tiles2]"],
     "experts_linear_kernel": ["tests/ops/products/experts/test_stacked.py::test_experts_equal_the_definition[7-2]"],

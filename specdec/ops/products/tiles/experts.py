@@ -13,12 +13,15 @@ from typing import Literal, NamedTuple
 from specdec.ops.products.formats.quantised import Kind
 
 ExpertsKind = Kind | Literal["dense"]
-ExpertsKernel = Literal["mixture_triton", "few_tokens_triton"]
+ExpertsKernel = Literal["mixture_triton", "few_tokens_triton", "few_hopper"]
 # Up to so many tokens router_triton.py chooses experts, and router_many_triton.py for more.
 MOST_ROUTED = 256
 # Up to so many tokens few_tokens_triton.py multiplies with experts of these kinds; beyond them, and with other kinds, the other
 # kernels or a library are faster.  Measured on an H200 by benchmarks products.few_tokens.
 MOST_TOKENS: dict[ExpertsKind, int] = {"dense": 64, "e4m3": 8, "int4": 8}
+# Up to so many tokens, and pairs, few_hopper.py multiplies with experts of these kinds on Hopper GPUs.
+MOST_HOPPER: dict[ExpertsKind, int] = {"e2m1": 1, "int4": 8}
+MOST_HOPPER_PAIRS = 64
 SMS = 132  # of an H200
 FEW = 64  # threshold in pairs: fewer have too few tiles for all SMs
 MAX_READ = 512  # threshold in pairs: programs find their pairs in more by sorting them first
@@ -50,15 +53,13 @@ class ManyRouterTiles(NamedTuple):
     stages: int
 
 
-ROUTER = RouterTiles(4, 16, 512, 4)
-
-
 class ExpertTiles(NamedTuple):
     """What one program works on.
 
     block_m: pairs (padded), or in few_tokens_triton.py all tokens.  block_n: rows of a matrix.  warps, stages: Triton's.
-    unroll: steps of 128 columns between two looks at the pipeline.  splits: programs that share a tile of rows of the second
-        product in few_tokens_triton.py; of a single token about so many, equally many for each of its experts.
+    unroll: steps of 128 columns between two looks at the pipeline; in few_hopper.py units (units_hopper.py) whose words are
+        loaded at one time.  splits: programs that share a tile of rows of the second product in few_tokens_triton.py; of a
+        single token about so many, equally many for each of its experts.
     slices: of a row's columns, which a program's warps share instead of the rows; more than one are as many as warps.
     prefetch: bytes of each row that few_tokens_triton.py asks for before its wait: of shared experts in the first product, and
         of a single token's in the second one.
@@ -82,8 +83,10 @@ class MixtureTiles(NamedTuple):
     down: ExpertTiles
 
 
-def mixture_tiles(tokens: int, top_k: int, experts: int, kind: ExpertsKind) -> MixtureTiles | None:
-    """None: a library multiplies."""
+def mixture_tiles(tokens: int, top_k: int, experts: int, kind: ExpertsKind, hopper: bool = False) -> MixtureTiles | None:
+    """None: a library multiplies.  hopper: whether the kernels for Hopper GPUs can run."""
+    if hopper and tokens <= MOST_HOPPER.get(kind, 0) and tokens * top_k <= MOST_HOPPER_PAIRS:
+        return few_hopper_tiles(tokens, kind)
     if tokens <= MOST_TOKENS.get(kind, 0):
         return few_tokens_tiles(tokens, kind)
     return None if kind == "dense" else MixtureTiles("mixture_triton", *[expert_tiles(tokens * top_k, experts)] * 2)
@@ -111,6 +114,17 @@ def few_tokens_tiles(tokens: int, kind: ExpertsKind) -> MixtureTiles:
     return _few(ExpertTiles(block_m, 16, 1, 5), ExpertTiles(block_m, 16, 1, 4, splits=8))
 
 
+def few_hopper_tiles(tokens: int, kind: ExpertsKind) -> MixtureTiles:
+    """Those of few_hopper.py.  Its warps are slices."""
+    if tokens > 1:
+        tiles = ExpertTiles(8, 16, 4, 1, 4, slices=4), ExpertTiles(8, 16, 8, 1, 2, splits=2, slices=8)
+    elif kind == "e2m1":
+        tiles = ExpertTiles(8, 16, 4, 1, 6, slices=4), ExpertTiles(8, 16, 8, 1, 6, splits=2, slices=8)
+    else:
+        tiles = ExpertTiles(8, 32, 4, 1, 4, slices=4), ExpertTiles(8, 16, 8, 1, 6, slices=8)
+    return MixtureTiles("few_hopper", *tiles)
+
+
 def _few(gate_up: ExpertTiles, down: ExpertTiles) -> MixtureTiles:
     return MixtureTiles("few_tokens_triton", gate_up, down)
 
@@ -120,16 +134,14 @@ def router_tiles(tokens: int, experts: int) -> RouterTiles | ManyRouterTiles:
         return many_router_tiles(tokens, experts)
     if tokens > 64:
         return RouterTiles(8, 16, 512, 8)
-    if experts > 128:
-        return ROUTER if tokens == 1 else RouterTiles(8, 16, 2048, 8)
-    return RouterTiles(4, 16, 1024, 4) if experts > 64 else RouterTiles(4, 16, 256, 4)
+    return RouterTiles(4, 16, 1024 if experts > 64 else 512, 4)
 
 
 def many_router_tiles(tokens: int, experts: int) -> ManyRouterTiles:
     """As many programs as SMs, if there are so many blocks of at least 16 tokens."""
     block_m = next((size for size in (16, 32) if tokens <= size * SMS), 64)
     if experts > 128:  # whose scores take many registers
-        block_m = min(32, block_m)
+        block_m = 16 if experts > 256 else min(32, block_m)
     return ManyRouterTiles(block_m, 64, 8, 4 if experts <= 128 else 3 if experts <= 256 else 2)
 
 
@@ -155,8 +167,15 @@ class StackedTiles(NamedTuple):
     stages: int
 
 
-# Heads' projections of at most MOST_EACH tokens, where a policy may choose: a library's launch would not be chained.
-MOST_EACH, EACH_FEW = 8, StackedTiles(16, 64, 64, 4, 4)
+# Heads' projections of at most MOST_EACH tokens are chained, unlike a library's: measured, benchmarks/latent/README.md.
+MOST_EACH = 32
+
+
+def each_tiles(tokens: int) -> StackedTiles | None:
+    """Those of heads' projections on Hopper GPUs and later; None: a library multiplies."""
+    if tokens > MOST_EACH:
+        return None
+    return StackedTiles(max(16, 1 << (tokens - 1).bit_length()), 64, 64, 4, 4)
 
 
 def sorted_tiles(tokens: int, top_k: int, experts: int) -> StackedTiles | None:

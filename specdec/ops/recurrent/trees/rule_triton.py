@@ -47,7 +47,7 @@ def tree_tiles(sequences: int, nodes: int, value_heads: int) -> RuleTiles:
     if nodes == 1:
         return RuleTiles(64, warps=2)
     if nodes <= 8:
-        return RuleTiles(16, 64, 1, 1, 3, True) if crowded else RuleTiles(64, 64, 4, 2, 3, True)
+        return RuleTiles(16, 64, 1, 1, 3, True) if crowded else RuleTiles(64, 64, 4, 2, 3)
     if nodes <= 16:
         return RuleTiles(32, 32, 2, 2)
     if nodes <= 32:

@@ -16,9 +16,9 @@ from toolkit.quantised_weights import rand
 from specdec.ops.products.kernels.experts import choosing_triton
 from specdec.ops.products.own_pairs import Kept, LiveRows, own_pairs
 from specdec.ops.products.routing import RouterRule, RouterWeights, choose, routed
-from specdec.ops.products.tiles.experts import ROUTER, ManyRouterTiles, RouterTiles, router_tiles
+from specdec.ops.products.tiles.experts import ManyRouterTiles, RouterTiles, router_tiles
 
-TILES = ROUTER if HAS_GPU else RouterTiles(4, 16, 32, 4)
+TILES = RouterTiles(4, 16, 512, 4) if HAS_GPU else RouterTiles(4, 16, 32, 4)
 MANY = ManyRouterTiles(16, 32, 4, 3)
 RULES = {
     "softmax": RouterRule(3, "softmax", normed=True),

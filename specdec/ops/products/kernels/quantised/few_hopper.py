@@ -1,0 +1,342 @@
+"""few_tokens_triton.py's two kernels for up to 8 tokens and weights in 8 or 4 bits, written in Gluon for Hopper GPUs.
+
+Words go from memory to registers, in the order in which the tensor cores take them, and through no shared memory
+(units_hopper.py).  Each warp of a program has a run of units; sums are added up over warps at the end.
+
+- Gate and up: a program takes a tile of rows of one pair's expert, if the pair is the first with that expert: 8 rows of
+  the gate alternate with 8 of up.  Programs of the first tile write a list for the second kernel: of each expert in use a word,
+  with its number, its place in y and a mask of the tokens that chose it, and at last how many there are.
+- Down: a program takes a tile of rows of all experts in use (or its split of their units), in one run.
+
+Ids, sums, shared experts and splits are treated as few_tokens_triton.py does, and so are weights of tokens.
+
+Order of chained launches (specdec/ops/launch.py): both kernels trigger after their wait.  With one token the second kernel
+reads topk_ids, which the first one has waited for, and loads its first words before its wait.
+
+Shapes: T tokens, M = 8 tokens padded, K in, N out, E experts, A experts of a token (top_k), P = T * A pairs, G scales of a row.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from specdec.ops.hopper import gdc_launch_dependents, gdc_wait
+from specdec.ops.launch import chained
+from specdec.ops.products.formats.experts import QuantisedStack, has_units, scales_form
+from specdec.ops.products.kernels.dense.stream_triton import result_of
+from specdec.ops.products.kernels.quantised.parts_hopper import complete, weight_rows
+from specdec.ops.products.kernels.quantised.units_hopper import load_units, own_expert, sums_of_units
+
+if TYPE_CHECKING:
+    from specdec.ops.products.experts import Form, SharedOutput
+    from specdec.ops.products.tiles.experts import ExpertTiles
+
+MOST = 8  # tokens
+REGISTERS = 128  # of a thread, at most: a second program of 8 warps fits on an SM
+MOST_PAIRS, MOST_EXPERTS = 64, 1 << 15  # by the bits of a word of the list
+
+
+@gluon.jit(do_not_specialize=["T"])
+def few_gate_up_hopper_kernel(
+    x,  # [T, K]
+    qweight,  # words of 32 bits [E * 2 * N, 16 * UNITS]
+    scales,  # [E * 2 * N, G]; words of four exponents if SCALES is "powers"
+    bias,  # [E * 2 * N]
+    topk_weights,  # [T, A] float32
+    topk_ids,  # [T, A] int64
+    y,  # [P, T, N]: rows of tokens that did not choose an expert are not written
+    entries,  # [P + 1] int32: the list for the second kernel, and how many entries it has; not written if ONE
+    T, stride_x,
+    N: gl.constexpr, K: gl.constexpr, UNITS: gl.constexpr, G: gl.constexpr, GROUP_UNITS: gl.constexpr, A: gl.constexpr,
+    PADDED_P: gl.constexpr, EXPERTS: gl.constexpr, KIND: gl.constexpr, SCALES: gl.constexpr, HAS_BIAS: gl.constexpr,
+    ALPHA: gl.constexpr, LIMIT: gl.constexpr, ONE: gl.constexpr, BLOCK_N: gl.constexpr, AHEAD: gl.constexpr, PDL: gl.constexpr,
+    num_warps: gl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    pair = gl.program_id(1)
+    expert = gl.load(topk_ids + pair).to(gl.int32)
+    works = (expert >= 0) & (expert < EXPERTS)
+    mask = 1
+    if not ONE:
+        is_first, mask = _tokens_of(topk_ids, expert, pair, T, A, PADDED_P, num_warps)
+        works = works & is_first
+        if gl.program_id(0) == 0:
+            _write_entry(entries, topk_ids, expert, works, mask, pair, T, A, PADDED_P, EXPERTS, num_warps)
+    if works:
+        layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [num_warps, 1, 1], [1, 16, 8])
+        out: gl.constexpr = gl.SliceLayout(0, layout)
+        words_layout: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 8, 4], [num_warps, 1, 1], [2, 1, 0])
+        x_layout: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 8, 4], [num_warps, 1, 1], [2, 1, 0])
+        of_slices: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, words_layout))
+        CHUNK: gl.constexpr = (UNITS + num_warps - 1) // num_warps
+        ENLARGES: gl.constexpr = KIND != "int4"
+        tile = gl.program_id(0)
+        row_N = (
+            _rows(tile, N, BLOCK_N, gl.SliceLayout(0, gl.SliceLayout(2, words_layout))),
+            _rows(tile, N, BLOCK_N, gl.SliceLayout(0, gl.SliceLayout(2, layout))),
+        )
+        first_row = expert.to(gl.int64) * (2 * N)
+        qweight += first_row * (UNITS * 16)
+        scales += first_row * G
+        s = gl.arange(0, num_warps, of_slices)
+        slices = own_expert(s * 0, s * 0, s * 0 + mask, s * CHUNK, CHUNK)
+        loaded = load_units(
+            qweight, scales, row_N, slices, 0, AHEAD, 2 * N, UNITS, G, GROUP_UNITS, False, words_layout,
+            gl.SliceLayout(2, layout),
+        )  # fmt: skip
+        m = gl.arange(0, 8, gl.SliceLayout(0, out))
+        weight_M = _weights_of_tokens(topk_weights, topk_ids, expert, pair, T, A, ONE, gl.SliceLayout(0, out))
+        row = _rows(tile, N, BLOCK_N, gl.SliceLayout(1, out))
+        bias_N = (
+            gl.load(bias + first_row + row).to(gl.float32)
+            if HAS_BIAS
+            else gl.zeros([BLOCK_N], gl.float32, gl.SliceLayout(1, out))
+        )
+        acc = sums_of_units(
+            x, stride_x, 0, qweight, scales, row_N, slices, (CHUNK + AHEAD - 1) // AHEAD, loaded, K, 2 * N, UNITS, G,
+            GROUP_UNITS, KIND, SCALES, False, ONE, ENLARGES, AHEAD, BLOCK_N, layout, words_layout, x_layout,
+        )  # fmt: skip
+        acc += bias_N[:, None]
+        n = gl.arange(0, BLOCK_N, gl.SliceLayout(1, out))
+        out_N = tile * (BLOCK_N // 2) + n // 16 * 8 + n % 8
+        ok = ((out_N < N)[:, None] & ((m < T) & ((mask >> m & 1) > 0))[None, :]).to(gl.int32)
+        at = ((pair * T + m) * N)[None, :] + out_N[:, None]
+        weight = gl.zeros([BLOCK_N, 8], gl.float32, out) + weight_M[None, :]
+        gate, up = _pair(acc, BLOCK_N)
+        at, _ = _pair(at, BLOCK_N)
+        ok, _ = _pair(ok, BLOCK_N)
+        weight, _ = _pair(weight, BLOCK_N)
+        if LIMIT > 0:
+            gate = gl.minimum(gate, LIMIT)
+            up = gl.minimum(gl.maximum(up, -LIMIT), LIMIT) + 1
+        result = gate / (1 + gl.exp(-ALPHA * gate)) * up * weight
+        if ENLARGES:  # the second kernel, whose values are of the same kind, need not
+            result *= 18446744073709551616.0  # LARGE
+        gl.store(y + at, result.to(y.dtype.element_ty), mask=ok != 0)
+
+
+@gluon.jit
+def _pair(value, BLOCK_N: gl.constexpr):
+    """The gate's rows and up's."""
+    return gl.split(gl.permute(gl.reshape(value, [BLOCK_N // 16, 2, 8, 8]), (0, 2, 3, 1)))
+
+
+@gluon.jit
+def _rows(tile, N, BLOCK_N: gl.constexpr, layout: gl.constexpr):
+    """Rows of gate and up of a tile; one that is not there reads row 0, and is not stored."""
+    n = gl.arange(0, BLOCK_N, layout)
+    out_N = tile * (BLOCK_N // 2) + n // 16 * 8 + n % 8
+    return gl.where(out_N < N, out_N + n // 8 % 2 * N, 0)
+
+
+@gluon.jit
+def _tokens_of(topk_ids, expert, pair, T, A: gl.constexpr, PADDED_P: gl.constexpr, num_warps: gl.constexpr):
+    """(whether no pair in front has this expert, a mask of the tokens that chose it).  Each warp finds out by itself."""
+    p = gl.arange(0, PADDED_P, gl.BlockedLayout([PADDED_P // 32], [32], [num_warps], [0]))
+    id_P = gl.load(topk_ids + p, mask=p < T * A, other=-1).to(gl.int32)
+    is_same_P = id_P == expert
+    found = gl.sum(gl.where(is_same_P, (1 << (p // A)) + gl.where(p < pair, 1 << 16, 0), 0), axis=0)
+    return found < 1 << 16, found & 255
+
+
+@gluon.jit
+def _write_entry(
+    entries, topk_ids, expert, works, mask, pair, T, A: gl.constexpr, PADDED_P: gl.constexpr, EXPERTS: gl.constexpr,
+    num_warps: gl.constexpr,
+):  # fmt: skip
+    """Writes the entry of a pair that works, after those of the pairs in front; the last pair's program writes the count."""
+    layout: gl.constexpr = gl.BlockedLayout([1, PADDED_P // 32], [1, 32], [num_warps, 1], [1, 0])
+    p = gl.arange(0, PADDED_P, gl.SliceLayout(0, layout))
+    q = gl.arange(0, PADDED_P, gl.SliceLayout(1, layout))
+    id_P = gl.load(topk_ids + p, mask=p < T * A, other=-1).to(gl.int32)
+    id_Q = gl.load(topk_ids + q, mask=q < pair, other=-1).to(gl.int32)
+    earlier_Q = gl.sum(((id_P[None, :] == id_Q[:, None]) & (p[None, :] < q[:, None])).to(gl.int32), axis=1)
+    counts_Q = (earlier_Q == 0) & (id_Q >= 0) & (id_Q < EXPERTS)
+    rank = gl.sum(counts_Q.to(gl.int32), axis=0)
+    gl.store(entries + rank, expert << 16 | pair << 8 | mask, mask=works)
+    gl.store(entries + T * A, rank + works.to(gl.int32), mask=pair == T * A - 1)
+
+
+@gluon.jit
+def _weights_of_tokens(
+    topk_weights, topk_ids, expert, pair, T, A: gl.constexpr, ONE: gl.constexpr, layout: gl.constexpr
+):  # fmt: skip
+    """[M]: what each token gives the expert; 0: it did not choose it."""
+    m = gl.arange(0, 8, layout)
+    if ONE:
+        return gl.where(m == 0, gl.load(topk_weights + pair), 0.0)
+    else:
+        weight_M = gl.zeros([8], gl.float32, layout)
+        for a in gl.static_range(A):
+            id_M = gl.load(topk_ids + m * A + a, mask=m < T, other=-1).to(gl.int32)
+            weight_M += gl.load(topk_weights + m * A + a, mask=(m < T) & (id_M == expert), other=0.0)
+        return weight_M
+
+
+@gluon.jit(do_not_specialize=["T"])
+def few_down_hopper_kernel(
+    x,  # [P, T, K]
+    qweight,  # words of 32 bits [E * N, 16 * UNITS]
+    scales,  # [E * N, G], as above
+    bias,  # [E * N]
+    topk_weights,  # [T, A] float32
+    topk_ids,  # [T, A] int64
+    entries,  # [P + 1] int32
+    shared,  # [T, N]: a term of the sum
+    gate,  # [T] float32: what weighs `shared`
+    y,  # [T, N], or [SPLITS, T, N] float32 if STORE_PARTIALS
+    partials,  # [tiles, SPLITS, BLOCK_N, 8] float32
+    arrivals,  # [ARRIVALS] int32, zero before and after
+    T,
+    N: gl.constexpr, K: gl.constexpr, UNITS: gl.constexpr, G: gl.constexpr, GROUP_UNITS: gl.constexpr, A: gl.constexpr,
+    PADDED_A: gl.constexpr, EXPERTS: gl.constexpr, KIND: gl.constexpr, SCALES: gl.constexpr, HAS_BIAS: gl.constexpr,
+    HAS_SHARED: gl.constexpr, HAS_GATE: gl.constexpr, ONE: gl.constexpr, STORE_PARTIALS: gl.constexpr, BLOCK_N: gl.constexpr,
+    SPLITS: gl.constexpr, AHEAD: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [num_warps, 1, 1], [1, 16, 8])
+    out: gl.constexpr = gl.SliceLayout(0, layout)
+    words_layout: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 8, 4], [num_warps, 1, 1], [2, 1, 0])
+    x_layout: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 8, 4], [num_warps, 1, 1], [2, 1, 0])
+    of_slices: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, words_layout))
+    of_scales: gl.constexpr = gl.SliceLayout(2, layout)
+    tile, split = gl.program_id(0), gl.program_id(1)
+    row_N = (
+        _down_rows(tile, N, BLOCK_N, gl.SliceLayout(0, gl.SliceLayout(2, words_layout))),
+        _down_rows(tile, N, BLOCK_N, gl.SliceLayout(0, gl.SliceLayout(2, layout))),
+    )
+    s = gl.arange(0, num_warps, of_slices)
+    if ONE:
+        PER: gl.constexpr = num_warps * SPLITS // PADDED_A  # slices of an expert
+        CHUNK: gl.constexpr = (UNITS + PER - 1) // PER
+        number = (split * num_warps + s) // PER
+        id_S = gl.load(topk_ids + number, mask=number < A, other=-1, cache_modifier=".cg").to(gl.int32)
+        here = (id_S >= 0) & (id_S < EXPERTS)
+        slices = own_expert(gl.where(here, id_S, 0), number, here.to(gl.int32), s % PER * CHUNK, CHUNK)
+        chunk = CHUNK
+        loaded = load_units(
+            qweight, scales, row_N, slices, 0, AHEAD, N, UNITS, G, GROUP_UNITS, not ONE, words_layout, of_scales
+        )
+        if PDL:
+            gdc_wait()
+            gdc_launch_dependents()
+    else:
+        if PDL:
+            gdc_wait()
+            gdc_launch_dependents()
+        units = gl.load(entries + T * A) * UNITS
+        low, high = split * units // SPLITS, (split + 1) * units // SPLITS
+        chunk = gl.cdiv(high - low, num_warps)
+        slices = entries, low + s * chunk, gl.minimum(high, low + s * chunk + chunk)
+        loaded = load_units(
+            qweight, scales, row_N, slices, 0, AHEAD, N, UNITS, G, GROUP_UNITS, not ONE, words_layout, of_scales
+        )
+    more = gl.zeros([BLOCK_N, 8], gl.float32, out)
+    m = gl.arange(0, 8, gl.SliceLayout(0, out))
+    row = _down_rows(tile, N, BLOCK_N, gl.SliceLayout(1, out))
+    if HAS_BIAS or HAS_SHARED:
+        if split == 0:
+            if HAS_BIAS:
+                more += _biases(bias, topk_weights, topk_ids, row, m, T, N, A, EXPERTS, out)
+            if HAS_SHARED:
+                term = gl.load(shared + m[None, :] * N + row[:, None], mask=(m < T)[None, :], other=0.0).to(gl.float32)
+                more += term * gl.load(gate + m, mask=m < T, other=0.0)[None, :] if HAS_GATE else term
+    acc = sums_of_units(
+        x, K, T * K, qweight, scales, row_N, slices, (chunk + AHEAD - 1) // AHEAD, loaded, K, N, UNITS, G, GROUP_UNITS, KIND,
+        SCALES, not ONE, ONE, False, AHEAD, BLOCK_N, layout, words_layout, x_layout,
+    )  # fmt: skip
+    complete(
+        acc + more, out, 0, bias, y, partials, arrivals, tile, tile, 0, split, T, N, False, 8, BLOCK_N, SPLITS, 1,
+        STORE_PARTIALS, False, num_warps,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _down_rows(tile, N, BLOCK_N: gl.constexpr, layout: gl.constexpr):
+    row_N = weight_rows(gl.arange(0, BLOCK_N, layout), tile, N, BLOCK_N, 1)
+    return gl.where(row_N < N, row_N, 0)
+
+
+@gluon.jit
+def _biases(
+    bias, topk_weights, topk_ids, row, m, T, N: gl.constexpr, A: gl.constexpr, EXPERTS: gl.constexpr, layout: gl.constexpr
+):
+    """[N, M]: the sum of the biases of each token's experts, times their weights."""
+    total_NM = gl.zeros([row.shape[0], 8], gl.float32, layout)
+    for a in gl.static_range(A):
+        expert_M = gl.load(topk_ids + m * A + a, mask=m < T, other=-1)
+        ok_M = (expert_M >= 0) & (expert_M < EXPERTS)
+        weight_M = gl.load(topk_weights + m * A + a, mask=m < T, other=0.0)
+        bias_NM = gl.load(bias + expert_M[None, :] * N + row[:, None], mask=ok_M[None, :], other=0.0).to(gl.float32)
+        total_NM += bias_NM * weight_M[None, :]
+    return total_NM
+
+
+def launch_few_gate_up_hopper(
+    x_TH: Tensor, stack: QuantisedStack, form: Form, topk_weights_TK: Tensor, topk_ids_TK: Tensor, tiles: ExpertTiles
+) -> tuple[Tensor, Tensor]:
+    """(activations times the tokens' weights [P, T, F]; the list of experts in use, int32 [P + 1]).
+
+    Of the first, rows of experts' own tokens alone are written; of the second, with one token, nothing.
+    """
+    (T, A), (arguments, values) = topk_ids_TK.shape, _arguments(stack, form.gate_up_bias, x_TH)
+    N, P = stack.rows // 2, T * A
+    assert 0 < T <= MOST and P <= MOST_PAIRS and x_TH.stride(1) == 1 and x_TH.shape[1] == stack.columns and N % 8 == 0
+    assert topk_ids_TK.is_contiguous() and topk_weights_TK.is_contiguous() and topk_weights_TK.dtype == torch.float32
+    y_PTN = x_TH.new_empty(P, T, N)
+    entries = torch.empty(P + 1, dtype=torch.int32, device=x_TH.device)
+    few_gate_up_hopper_kernel[(triton.cdiv(N, tiles.block_n // 2), P)](
+        x_TH, *arguments, topk_weights_TK, topk_ids_TK, y_PTN, entries, T, x_TH.stride(0), N=N, **values, A=A,
+        PADDED_P=max(32, triton.next_power_of_2(P)), ALPHA=form.gate.alpha, LIMIT=form.gate.limit, ONE=T == 1,
+        BLOCK_N=tiles.block_n, AHEAD=tiles.unroll, num_warps=tiles.warps, maxnreg=REGISTERS,
+        **chained(x_TH.device),
+    )  # fmt: skip
+    return y_PTN, entries
+
+
+def launch_few_down_hopper(
+    gated: tuple[Tensor, Tensor], stack: QuantisedStack, form: Form, topk_weights_TK: Tensor, topk_ids_TK: Tensor,
+    tiles: ExpertTiles, shared: SharedOutput | None, store_partials: bool,
+) -> Tensor:  # fmt: skip
+    """[T, N], or with store_partials [S, T, N] float32: the sum over experts.  gated: what launch_few_gate_up_hopper gave."""
+    (x_PTK, entries), (T, A) = gated, topk_ids_TK.shape
+    (arguments, values), N = _arguments(stack, form.down_bias, x_PTK), stack.rows
+    assert x_PTK.shape[2] == stack.columns and x_PTK.is_contiguous() and N % 8 == 0
+    assert shared is None or (shared.out_TH.is_contiguous() and shared.out_TH.shape == (T, N))
+    assert T > 1 or tiles.warps * tiles.splits % triton.next_power_of_2(A) == 0  # slices of an expert
+    num_tiles, none = triton.cdiv(N, tiles.block_n), x_PTK
+    y, partials, arrivals = result_of(x_PTK[0], N, tiles.splits, num_tiles, tiles.block_n, 8, store_partials)
+    gate = None if shared is None else shared.gate_T1
+    assert gate is None or (gate.is_contiguous() and gate.dtype == torch.float32 and gate.numel() == T)
+    few_down_hopper_kernel[(num_tiles, tiles.splits)](
+        x_PTK, *arguments, topk_weights_TK, topk_ids_TK, entries, none if shared is None else shared.out_TH,
+        none if gate is None else gate, y, partials, arrivals, T, N=N, **values, A=A,
+        PADDED_A=triton.next_power_of_2(A), HAS_SHARED=shared is not None,
+        HAS_GATE=gate is not None, ONE=T == 1, STORE_PARTIALS=store_partials, BLOCK_N=tiles.block_n, SPLITS=tiles.splits,
+        AHEAD=tiles.unroll, num_warps=tiles.warps, maxnreg=REGISTERS,
+        **chained(x_PTK.device),
+    )  # fmt: skip
+    return y
+
+
+def _arguments(stack: QuantisedStack, bias_EN: Tensor | None, x: Tensor) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    """(words, scales and bias, as the kernels take them; their constexprs)."""
+    assert has_units(stack) and stack.experts < MOST_EXPERTS and x.dtype == torch.bfloat16
+    words, scales = stack.qweight_RJ.view(torch.int32), stack.scales_RG
+    scales = scales.view(torch.int32) if stack.has_powers else scales
+    assert bias_EN is None or (bias_EN.shape == (stack.experts, stack.rows) and bias_EN.is_contiguous())
+    width = 64 if stack.kind == "e4m3" else 128
+    units = words.shape[1] // 16
+    values: dict[str, Any] = {
+        "K": stack.columns, "UNITS": units, "G": scales.shape[1], "EXPERTS": stack.experts, "KIND": stack.kind,
+        "GROUP_UNITS": 1 if stack.has_powers else max(1, stack.group_size // width) if stack.group_size else units,
+        "SCALES": scales_form(stack.kind, stack.group_size), "HAS_BIAS": bias_EN is not None,
+    }  # fmt: skip
+    return (words, scales, x if bias_EN is None else bias_EN), values
