@@ -19,7 +19,7 @@ from specdec.ops.products.tiles.experts import ExpertTiles, MixtureTiles, few_ho
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 needs_hopper = pytest.mark.skipif(not HAS_HOPPER, reason="kernels for Hopper GPUs")
-NAMES = "fp8 rows", "fp8 blocks", "int4", "mxfp4"
+NAMES = "int4", "mxfp4"
 QWEN, GPT_OSS = (2048, 768, 128, 8), (2880, 2880, 32, 4)
 
 
@@ -39,7 +39,6 @@ def test_forms_that_the_kernels_take() -> None:
     for name in FORMS:
         assert has_units(experts_named(name, 2, 160, 64).down) == (name in NAMES), name
     assert not has_units(experts_named("mxfp4", 2, 72, 64).gate_up)
-    assert not has_units(experts_named("fp8 rows", 2, 72, 64).down)
 
 
 @pytest.mark.gpu
@@ -53,9 +52,7 @@ def test_a_mixture_equals_its_definition(name: str, T: int, monkeypatch: pytest.
     """
     from specdec.ops.products.kernels.quantised import few_hopper
 
-    H, F, K = (160, 320, 2) if name == "mxfp4" else (384, 128, 3) if name == "int4" else (192, 320, 3)
-    if name == "fp8 blocks":
-        H, F = 256, 384
+    H, F, K = (160, 320, 2) if name == "mxfp4" else (384, 128, 3)
     experts = experts_named(name, 5, H, F)
     x, (topk_weights_TK, topk_ids_TK) = rand(T, H, seed=2) / 8, choice(T, 5, K)
     fences = fence_new_memory(few_hopper, monkeypatch)
@@ -110,7 +107,7 @@ def test_a_token_does_not_depend_on_nan_beside_it() -> None:
 
 @pytest.mark.gpu
 @needs_hopper
-@pytest.mark.parametrize(("name", "sizes"), [("fp8 blocks", QWEN), ("int4", QWEN), ("mxfp4", GPT_OSS)])
+@pytest.mark.parametrize(("name", "sizes"), [("int4", QWEN), ("mxfp4", GPT_OSS)])
 def test_published_sizes_and_replays(name: str, sizes: tuple[int, int, int, int]) -> None:
     """Keeps out: an offset that overflows 32 bits, tiles that do not cover all rows, experts that a graph reads of the captured
     pass, a first kernel that the second one does not wait for, and sums that are not the same each time.

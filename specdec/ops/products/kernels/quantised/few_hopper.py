@@ -1,4 +1,4 @@
-"""few_tokens_triton.py's two kernels for up to 8 tokens and weights in 8 or 4 bits, written in Gluon for Hopper GPUs.
+"""few_tokens_triton.py's two kernels for up to 8 tokens and weights in 4 bits, written in Gluon for Hopper GPUs.
 
 Words go from memory to registers, in the order in which the tensor cores take them, and through no shared memory
 (units_hopper.py).  Each warp of a program has a run of units; sums are added up over warps at the end.
@@ -28,7 +28,7 @@ from triton.experimental.gluon import language as gl
 
 from specdec.ops.hopper import gdc_launch_dependents, gdc_wait
 from specdec.ops.launch import chained
-from specdec.ops.products.formats.experts import QuantisedStack, has_units, scales_form
+from specdec.ops.products.formats.experts import QuantisedStack, has_units
 from specdec.ops.products.kernels.dense.stream_triton import result_of
 from specdec.ops.products.kernels.quantised.parts_hopper import complete, weight_rows
 from specdec.ops.products.kernels.quantised.units_hopper import load_units, own_expert, sums_of_units
@@ -46,7 +46,7 @@ MOST_PAIRS, MOST_EXPERTS = 64, 1 << 15  # by the bits of a word of the list
 def few_gate_up_hopper_kernel(
     x,  # [T, K]
     qweight,  # words of 32 bits [E * 2 * N, 16 * UNITS]
-    scales,  # [E * 2 * N, G]; words of four exponents if SCALES is "powers"
+    scales,  # [E * 2 * N, G]; words of four exponents of e2m1
     bias,  # [E * 2 * N]
     topk_weights,  # [T, A] float32
     topk_ids,  # [T, A] int64
@@ -54,7 +54,7 @@ def few_gate_up_hopper_kernel(
     entries,  # [P + 1] int32: the list for the second kernel, and how many entries it has; not written if ONE
     T, stride_x,
     N: gl.constexpr, K: gl.constexpr, UNITS: gl.constexpr, G: gl.constexpr, GROUP_UNITS: gl.constexpr, A: gl.constexpr,
-    PADDED_P: gl.constexpr, EXPERTS: gl.constexpr, KIND: gl.constexpr, SCALES: gl.constexpr, HAS_BIAS: gl.constexpr,
+    PADDED_P: gl.constexpr, EXPERTS: gl.constexpr, KIND: gl.constexpr, HAS_BIAS: gl.constexpr,
     ALPHA: gl.constexpr, LIMIT: gl.constexpr, ONE: gl.constexpr, BLOCK_N: gl.constexpr, AHEAD: gl.constexpr, PDL: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
@@ -77,7 +77,7 @@ def few_gate_up_hopper_kernel(
         x_layout: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 8, 4], [num_warps, 1, 1], [2, 1, 0])
         of_slices: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, words_layout))
         CHUNK: gl.constexpr = (UNITS + num_warps - 1) // num_warps
-        ENLARGES: gl.constexpr = KIND != "int4"
+        ENLARGES: gl.constexpr = KIND == "e2m1"
         tile = gl.program_id(0)
         row_N = (
             _rows(tile, N, BLOCK_N, gl.SliceLayout(0, gl.SliceLayout(2, words_layout))),
@@ -102,7 +102,7 @@ def few_gate_up_hopper_kernel(
         )
         acc = sums_of_units(
             x, stride_x, 0, qweight, scales, row_N, slices, (CHUNK + AHEAD - 1) // AHEAD, loaded, K, 2 * N, UNITS, G,
-            GROUP_UNITS, KIND, SCALES, False, ONE, ENLARGES, AHEAD, BLOCK_N, layout, words_layout, x_layout,
+            GROUP_UNITS, KIND, False, ONE, ENLARGES, AHEAD, BLOCK_N, layout, words_layout, x_layout,
         )  # fmt: skip
         acc += bias_N[:, None]
         n = gl.arange(0, BLOCK_N, gl.SliceLayout(1, out))
@@ -197,7 +197,7 @@ def few_down_hopper_kernel(
     arrivals,  # [ARRIVALS] int32, zero before and after
     T,
     N: gl.constexpr, K: gl.constexpr, UNITS: gl.constexpr, G: gl.constexpr, GROUP_UNITS: gl.constexpr, A: gl.constexpr,
-    PADDED_A: gl.constexpr, EXPERTS: gl.constexpr, KIND: gl.constexpr, SCALES: gl.constexpr, HAS_BIAS: gl.constexpr,
+    PADDED_A: gl.constexpr, EXPERTS: gl.constexpr, KIND: gl.constexpr, HAS_BIAS: gl.constexpr,
     HAS_SHARED: gl.constexpr, HAS_GATE: gl.constexpr, ONE: gl.constexpr, STORE_PARTIALS: gl.constexpr, BLOCK_N: gl.constexpr,
     SPLITS: gl.constexpr, AHEAD: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
@@ -250,7 +250,7 @@ def few_down_hopper_kernel(
                 more += term * gl.load(gate + m, mask=m < T, other=0.0)[None, :] if HAS_GATE else term
     acc = sums_of_units(
         x, K, T * K, qweight, scales, row_N, slices, (chunk + AHEAD - 1) // AHEAD, loaded, K, N, UNITS, G, GROUP_UNITS, KIND,
-        SCALES, not ONE, ONE, False, AHEAD, BLOCK_N, layout, words_layout, x_layout,
+        not ONE, ONE, False, AHEAD, BLOCK_N, layout, words_layout, x_layout,
     )  # fmt: skip
     complete(
         acc + more, out, 0, bias, y, partials, arrivals, tile, tile, 0, split, T, N, False, 8, BLOCK_N, SPLITS, 1,
@@ -332,11 +332,9 @@ def _arguments(stack: QuantisedStack, bias_EN: Tensor | None, x: Tensor) -> tupl
     words, scales = stack.qweight_RJ.view(torch.int32), stack.scales_RG
     scales = scales.view(torch.int32) if stack.has_powers else scales
     assert bias_EN is None or (bias_EN.shape == (stack.experts, stack.rows) and bias_EN.is_contiguous())
-    width = 64 if stack.kind == "e4m3" else 128
     units = words.shape[1] // 16
     values: dict[str, Any] = {
         "K": stack.columns, "UNITS": units, "G": scales.shape[1], "EXPERTS": stack.experts, "KIND": stack.kind,
-        "GROUP_UNITS": 1 if stack.has_powers else max(1, stack.group_size // width) if stack.group_size else units,
-        "SCALES": scales_form(stack.kind, stack.group_size), "HAS_BIAS": bias_EN is not None,
+        "GROUP_UNITS": 1 if stack.has_powers else stack.group_size // 128 or units, "HAS_BIAS": bias_EN is not None,
     }  # fmt: skip
     return (words, scales, x if bias_EN is None else bias_EN), values
