@@ -35,6 +35,7 @@ import triton.language as tl
 
 from specdec.attention.kernels.int8_triton import queries_in_int8
 from specdec.attention.kernels.tables_triton import slots_on
+from specdec.ops.products.kernels.dense.stream_triton import prefetch
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -210,26 +211,13 @@ def biases(slope_M, first_M, n, ALIBI: tl.constexpr):
 
 
 @triton.jit
-def prefetch_rows(at_N, ok_N, WIDTH: tl.constexpr, PADDED: tl.constexpr):
-    """Asks for rows of WIDTH elements of 16 bits to be brought to L2.
+def prefetch_row(at_N, ok_N, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    """Prefetches WIDTH elements of 16 bits at each address into L2.
 
-    Nothing is read here: a later load finds what has been written by then, as L2 is where writes go.  So rows may be asked for
-    that the kernel in front is still writing.
+    Nothing is read, so it may be done before the wait, whoever writes them.
     """
-    d = 32 * tl.arange(0, (PADDED + 31) // 32)  # every 64 bytes
-    tl.inline_asm_elementwise(
-        """{
-        .reg .pred wanted;
-        setp.ne.s32 wanted, $2, 0;
-        @wanted prefetch.global.L2 [$1];
-        mov.b32 $0, 0;
-        }""",
-        "=r,l,r",
-        [(at_N[:, None] + d[None, :]).to(tl.int64), (ok_N[:, None] & (d < WIDTH)[None, :]).to(tl.int32)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    at = tl.arange(0, (PADDED + 63) // 64) * 64  # elements of 128 bytes
+    prefetch(at_N[:, None] + at[None, :], ok_N[:, None] & (at < WIDTH)[None, :])
 
 
 @triton.jit
@@ -297,14 +285,11 @@ def paged_attention_kernel(
     kv_head, row = (tl.program_id(0) // tiles) % KV_HEADS, tl.program_id(0) // tiles // KV_HEADS
     split, splits = tl.program_id(1), tl.num_programs(1)
 
-    first = tl.load(cu_seqlens_q + row, cache_modifier=".cg")
+    first, length = tl.load(cu_seqlens_q + row, cache_modifier=".cg"), tl.load(cache_seqlens + row, cache_modifier=".cg")
     queries = tl.load(cu_seqlens_q + row + 1, cache_modifier=".cg") - first
-    length = tl.load(cache_seqlens + row, cache_modifier=".cg")
     gqa_M = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    query_M = gqa_M // GROUP
-    head_M = kv_head * GROUP + gqa_M % GROUP
-    ok_M = query_M < queries
-    end = length
+    query_M, head_M = gqa_M // GROUP, kv_head * GROUP + gqa_M % GROUP
+    ok_M, end = query_M < queries, length
     if CAUSAL:  # keys up to the tile's last query
         end = length - tl.maximum(queries - 1 - WINDOW_RIGHT - (tile * BLOCK_M + BLOCK_M - 1) // GROUP, 0)
     end = tl.maximum(tl.where(tile * BLOCK_M < queries * GROUP, end, 0), 0)
@@ -323,12 +308,11 @@ def paged_attention_kernel(
     n = tl.arange(0, BLOCK_N)
     # A block's page numbers are read one block ahead, so that the loads of its keys can start at once.
     page_N = tl.load(pages + (low + n) // PAGE_SIZE, mask=low + n < high, other=0, cache_modifier=".cg")
-    if PREFETCH and PDL:
-        row_N = kv + slots_on(page_N, low + n, PAGE_SIZE) * stride_slot
-        prefetch_rows(row_N, low + n < high, HEAD_DIM, PADDED_DIM)
-        prefetch_rows(row_N + stride_v, low + n < high, VALUE_DIM, PADDED_VALUE)
-
     if PDL:
+        if PREFETCH:
+            row_N = kv + slots_on(page_N, low + n, PAGE_SIZE) * stride_slot
+            prefetch_row(row_N, low + n < high, HEAD_DIM, PADDED_DIM)
+            prefetch_row(row_N + stride_v, low + n < high, VALUE_DIM, PADDED_VALUE)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
@@ -351,8 +335,7 @@ def paged_attention_kernel(
     # that values are converted to.
     MAX_OFFSET: tl.constexpr = 14.0 if QUANT == "fp8" or QUANT == "int8" else 0.0
     TO: tl.constexpr = tl.float16 if MAX_OFFSET > 0 and q.dtype.element_ty == tl.bfloat16 else q.dtype.element_ty
-    top_M = tl.full([BLOCK_M], -float("inf"), tl.float32)
-    total_M = tl.zeros([BLOCK_M], tl.float32)
+    top_M, total_M = tl.full([BLOCK_M], -float("inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
     acc_ME = tl.zeros([BLOCK_M, PADDED_VALUE], tl.float32)
     for start in tl.range(low, high, BLOCK_N, num_stages=STAGES):
         key_N = start + n

@@ -23,6 +23,17 @@ from specdec.attention.kernels.paged_triton import capped, fp8_scales, own_part,
 
 
 @triton.jit
+def first_sums(sink_G, ok_G, HAS_SINKS: tl.constexpr, PADDED_GROUP: tl.constexpr):
+    """The largest logit so far, and the sum of weights: nothing, or those of sinks, which are never written."""
+    if HAS_SINKS:
+        top_G = tl.load(sink_G, mask=ok_G, other=-float("inf"))
+        total_G = tl.where(top_G == -float("inf"), 0.0, 1.0)
+    else:
+        top_G, total_G = tl.full([PADDED_GROUP], -float("inf"), tl.float32), tl.zeros([PADDED_GROUP], tl.float32)
+    return top_G, total_G
+
+
+@triton.jit
 def joined(top_G, total_G, acc_GE, lse_G, out_GE):
     """Sums of weights and weighted values, relative to exp(top), with one more state's added."""
     new_G = tl.maximum(top_G, lse_G)
@@ -115,10 +126,7 @@ def suffix_merge_kernel(
     ok_G, ok_D, ok_E = g < GROUP, d < HEAD_DIM, e < VALUE_DIM
     ok_GE = ok_G[:, None] & ok_E[None, :]
     head_G = kv_head * GROUP + g
-    top_G, total_G = tl.full([PADDED_GROUP], -float("inf"), tl.float32), tl.zeros([PADDED_GROUP], tl.float32)
-    if HAS_SINKS:
-        top_G = tl.load(sinks + head_G, mask=ok_G, other=-float("inf"))
-        total_G = tl.where(top_G == -float("inf"), 0.0, 1.0)
+    top_G, total_G = first_sums(sinks + head_G, ok_G, HAS_SINKS, PADDED_GROUP)
     acc_GE = tl.zeros([PADDED_GROUP, PADDED_VALUE], tl.float32)
 
     if HAS_SUFFIX:
@@ -164,8 +172,7 @@ def suffix_merge_kernel(
                 s_GN += slope_G[:, None] * spaced(key_N - q_at, ALIBI)[None, :]
             s_GN = tl.where(ok_N[None, :], s_GN, -float("inf"))
             new_G = tl.maximum(top_G, tl.max(s_GN, 1))  # finite: every block holds a readable key
-            p_GN = tl.exp(s_GN - new_G[:, None])
-            decay_G = tl.exp(top_G - new_G)
+            p_GN, decay_G = tl.exp(s_GN - new_G[:, None]), tl.exp(top_G - new_G)
             total_G = total_G * decay_G + tl.sum(p_GN, 1)
             if QUANT == "fp8" or QUANT == "int8":
                 p_GN, v_NE = times_scale(p_GN, v_NE, value_scale, KEY_PARTS)
@@ -197,8 +204,7 @@ def suffix_merge_kernel(
         out_CGE = tl.where((lse_CG > -float("inf"))[:, :, None], out_CGE, 0.0)
         new_G = tl.maximum(top_G, tl.max(lse_CG, 0))
         shift_G = tl.where(new_G == -float("inf"), 0.0, new_G)  # -inf: no key has been read so far
-        decay_G = tl.exp(top_G - shift_G)
-        weight_CG = tl.exp(lse_CG - shift_G[None, :])
+        decay_G, weight_CG = tl.exp(top_G - shift_G), tl.exp(lse_CG - shift_G[None, :])
         total_G = total_G * decay_G + tl.sum(weight_CG, 0)
         acc_GE = acc_GE * decay_G[:, None] + tl.sum(weight_CG[:, :, None] * out_CGE, 0)
         top_G = new_G
