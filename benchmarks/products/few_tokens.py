@@ -67,12 +67,8 @@ LAYERS = OF_SIZES | {
     "Qwen3.5-35B-A3B": Layer(256, 8, 2048, 512, SwiGLU()), "GLM-4.7-Flash": Layer(64, 4, 2048, 1536, SwiGLU()),
 }  # fmt: skip
 GATED = {"dense 256": True, "dense 64": False}  # of layers with a shared expert as wide as the others: whether it is weighed
-NAMES = {
-    "dense": "Qwen3-30B-A3B",
-    "dense 256": "Qwen3.5-35B-A3B",
-    "dense 64": "GLM-4.7-Flash",
-    **{name: of for name, (of, _, _) in FORMATS.items()},
-}
+NAMES = {"dense": "Qwen3-30B-A3B", "dense 256": "Qwen3.5-35B-A3B", "dense 64": "GLM-4.7-Flash"}
+NAMES |= {name: of for name, (of, _, _) in FORMATS.items()}
 ROWS = {True: (1, 6, 8, 32, 48), False: (1, 8)}  # of tokens, of dense experts and of others
 # By dense or not, and the most tokens, of gate and up: block_n, warps, stages, unroll, and perhaps 1 and
 # slices.  Of down: splits instead of 1, and perhaps slices and what is prefetched.
@@ -81,34 +77,20 @@ GATE_UP = {
     (True, 8): ((32, 1, 5, 1), (16, 1, 5, 1), (16, 1, 8, 1), (32, 2, 5, 1)),
     (True, 32): ((64, 4, 3, 1), (64, 4, 4, 1), (128, 4, 3, 1), (32, 2, 4, 1)),
     (True, 64): ((64, 4, 2, 1), (64, 4, 3, 1), (64, 4, 4, 1), (128, 8, 3, 1)),
-    (False, 1): (
-        (32, 2, 4, 2), (64, 4, 4, 2), (32, 4, 3, 1, 1, 4), (32, 4, 4, 1, 1, 4), (64, 4, 3, 1, 1, 4), (16, 4, 4, 1, 1, 4),
-        (32, 4, 3, 2, 1, 4), (32, 8, 3, 1, 1, 8), (32, 2, 4, 1, 1, 2), (64, 2, 3, 1, 1, 2),
-    ),
-    (False, 8): (
-        (32, 2, 4, 2), (64, 4, 4, 2), (32, 4, 3, 1, 1, 4), (64, 4, 3, 1, 1, 4), (32, 2, 4, 1, 1, 2), (64, 2, 3, 1, 1, 2),
-    ),
+    (False, 1): ((32, 2, 4, 2), (64, 4, 4, 2), (32, 4, 4, 1, 1, 4), (16, 4, 4, 1, 1, 4), (32, 2, 4, 1, 1, 2)),
+    (False, 8): ((32, 2, 4, 2), (64, 4, 4, 2), (32, 4, 3, 1, 1, 4), (32, 2, 4, 1, 1, 2)),
 }  # fmt: skip
 DOWN = {
-    (True, 1): ((32, 2, 4, 1, 8, 1, 1024), (32, 2, 4, 1, 8, 1, 2048), (16, 4, 3, 1, 8, 4), (32, 2, 3, 1, 8, 2)),
+    (True, 1): ((32, 2, 4, 1, 8), (32, 2, 4, 1, 8, 1, 1024), (16, 4, 3, 1, 8, 4), (32, 2, 3, 1, 8, 2)),
     (True, 8): ((16, 1, 4, 1, 8), (16, 1, 5, 1, 16), (32, 1, 4, 1, 8), (32, 1, 4, 1, 16)),
     (True, 32): ((64, 4, 5, 1, 4), (64, 4, 3, 1, 8), (32, 2, 4, 1, 8), (128, 4, 3, 1, 8)),
     (True, 64): ((64, 4, 3, 1, 8), (64, 4, 4, 1, 8), (64, 4, 3, 1, 16), (128, 4, 3, 1, 8), (128, 8, 3, 1, 8)),
-    (False, 1): (
-        (16, 1, 4, 2, 4), (32, 1, 4, 2, 8), (32, 4, 3, 1, 4, 4), (32, 4, 3, 1, 8, 4), (16, 4, 3, 1, 8, 4), (64, 4, 3, 1, 8, 4),
-        (32, 2, 3, 1, 8, 2), (16, 2, 4, 1, 8, 2), (32, 8, 3, 1, 4, 8), (32, 4, 3, 1, 8, 4, 1024), (32, 4, 3, 2, 8, 4),
-    ),
-    (False, 8): (
-        (16, 1, 4, 2, 8), (32, 2, 6, 3, 4), (64, 2, 4, 2, 8), (32, 4, 3, 1, 8, 4), (32, 4, 3, 1, 16, 4), (64, 4, 3, 1, 8, 4),
-        (32, 2, 3, 1, 8, 2),
-    ),
+    (False, 1): ((32, 1, 4, 2, 8), (32, 4, 3, 1, 4, 4), (16, 2, 4, 1, 8, 2), (32, 4, 3, 1, 8, 4), (16, 1, 4, 2, 4)),
+    (False, 8): ((16, 1, 4, 2, 8), (64, 4, 3, 1, 8, 4), (64, 2, 4, 2, 8), (32, 4, 3, 1, 16, 4)),
 }  # fmt: skip
-ROUTERS = tuple(
-    RouterTiles(*each)
-    for each in (
-        (4, 16, 512, 4), (4, 16, 256, 4), (4, 32, 512, 4), (4, 16, 1024, 4), (8, 16, 512, 8), (8, 16, 1024, 8),
-        (8, 16, 2048, 8), (8, 32, 512, 8), (8, 16, 1024, 4),
-    )
+ROUTERS = (
+    RouterTiles(4, 16, 512, 4), RouterTiles(4, 16, 256, 4), RouterTiles(4, 16, 1024, 4), RouterTiles(8, 16, 512, 4),
+    RouterTiles(8, 16, 1024, 8), RouterTiles(8, 16, 2048, 8),
 )  # fmt: skip
 STACKED = (
     None, StackedTiles(16, 64, 128, 4, 4), StackedTiles(16, 128, 128, 4, 3), StackedTiles(32, 64, 128, 4, 4),
@@ -233,7 +215,7 @@ def forms(table: dict[tuple[bool, int], tuple[tuple[int, ...], ...]], name: str,
 
 
 def own_tiles(name: str, T: int) -> MixtureTiles:
-    return few_tokens_tiles(T, "dense" if is_dense(name) else FORMATS[name][1])
+    return few_tokens_tiles(T, "dense" if is_dense(name) else FORMATS[name][1], LAYERS[NAMES[name]].experts)
 
 
 def trials(name: str, T: int) -> Iterator[Trial]:

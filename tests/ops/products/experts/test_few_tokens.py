@@ -103,7 +103,7 @@ def test_shared_experts_beside_the_chosen_ones(T: int, R: int, gated: bool, monk
     """Keeps out: rows and columns of another shared expert, a gate of another token or of the chosen ones, a part of the
     columns that two splits have, or none, and a list that is one entry too short.
     """
-    H, F, A = 40, 300, 2
+    H, F, A = 40, 900 if T == 1 else 300, 2  # of which each expert has two splits, if there is one token
     experts, x, (topk_weights_TK, topk_ids_TK) = experts_named("dense", 4, H, F), rand(T, H, seed=3), choice(T, 4, A)
     shared = SharedExperts(
         rand(2 * R * F, H, seed=4) / 4, rand(H, R * F, seed=5) / 4, torch.rand(T, 1, device=x.device) if gated else None, R
