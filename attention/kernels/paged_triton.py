@@ -18,8 +18,7 @@ multiplied with the scales of both.
 
 Order of chained launches (specdec/ops/launch.py): before gdc_wait the kernel reads the page table, lengths and first keys.  In
 a model these are written before the norm ahead of the layer's projections, so they are complete when this kernel starts; any
-other caller has to make sure of the same.  With PREFETCH it also asks for its first keys and values to be brought to L2, which
-reads nothing.
+other caller has to make sure of the same.
 
 Values may have another width than keys; a token's keys and values lie in one row.  A key may consist of KEY_PARTS
 equal parts.  The query heads of a group then form as many equal runs, and each run is multiplied with its own part of the key:
@@ -35,7 +34,6 @@ import triton.language as tl
 
 from specdec.attention.kernels.int8_triton import queries_in_int8
 from specdec.attention.kernels.tables_triton import slots_on
-from specdec.ops.products.kernels.dense.stream_triton import prefetch
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -211,16 +209,6 @@ def biases(slope_M, first_M, n, ALIBI: tl.constexpr):
 
 
 @triton.jit
-def prefetch_row(at_N, ok_N, WIDTH: tl.constexpr, PADDED: tl.constexpr):
-    """Prefetches WIDTH elements of 16 bits at each address into L2.
-
-    Nothing is read, so it may be done before the wait, whoever writes them.
-    """
-    at = tl.arange(0, (PADDED + 63) // 64) * 64  # elements of 128 bytes
-    prefetch(at_N[:, None] + at[None, :], ok_N[:, None] & (at < WIDTH)[None, :])
-
-
-@triton.jit
 def capped(logits, softcap):
     """softcap * tanh(logits / softcap)."""
     return softcap - 2 * softcap / (1 + tl.exp2(logits * (2 * LOG2E / softcap)))
@@ -276,7 +264,6 @@ def paged_attention_kernel(
     STAGES: tl.constexpr,
     Q_IN_MEMORY: tl.constexpr,
     ASM: tl.constexpr,
-    PREFETCH: tl.constexpr,  # the first block's rows, while the kernel in front is running
     PDL: tl.constexpr,
 ):
     tile = tl.program_id(0) % tiles  # neighbouring programs read the same keys, mostly from L2
@@ -285,11 +272,14 @@ def paged_attention_kernel(
     kv_head, row = (tl.program_id(0) // tiles) % KV_HEADS, tl.program_id(0) // tiles // KV_HEADS
     split, splits = tl.program_id(1), tl.num_programs(1)
 
-    first, length = tl.load(cu_seqlens_q + row, cache_modifier=".cg"), tl.load(cache_seqlens + row, cache_modifier=".cg")
+    first = tl.load(cu_seqlens_q + row, cache_modifier=".cg")
     queries = tl.load(cu_seqlens_q + row + 1, cache_modifier=".cg") - first
+    length = tl.load(cache_seqlens + row, cache_modifier=".cg")
     gqa_M = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    query_M, head_M = gqa_M // GROUP, kv_head * GROUP + gqa_M % GROUP
-    ok_M, end = query_M < queries, length
+    query_M = gqa_M // GROUP
+    head_M = kv_head * GROUP + gqa_M % GROUP
+    ok_M = query_M < queries
+    end = length
     if CAUSAL:  # keys up to the tile's last query
         end = length - tl.maximum(queries - 1 - WINDOW_RIGHT - (tile * BLOCK_M + BLOCK_M - 1) // GROUP, 0)
     end = tl.maximum(tl.where(tile * BLOCK_M < queries * GROUP, end, 0), 0)
@@ -308,11 +298,8 @@ def paged_attention_kernel(
     n = tl.arange(0, BLOCK_N)
     # A block's page numbers are read one block ahead, so that the loads of its keys can start at once.
     page_N = tl.load(pages + (low + n) // PAGE_SIZE, mask=low + n < high, other=0, cache_modifier=".cg")
+
     if PDL:
-        if PREFETCH:
-            row_N = kv + slots_on(page_N, low + n, PAGE_SIZE) * stride_slot
-            prefetch_row(row_N, low + n < high, HEAD_DIM, PADDED_DIM)
-            prefetch_row(row_N + stride_v, low + n < high, VALUE_DIM, PADDED_VALUE)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
@@ -335,7 +322,8 @@ def paged_attention_kernel(
     # that values are converted to.
     MAX_OFFSET: tl.constexpr = 14.0 if QUANT == "fp8" or QUANT == "int8" else 0.0
     TO: tl.constexpr = tl.float16 if MAX_OFFSET > 0 and q.dtype.element_ty == tl.bfloat16 else q.dtype.element_ty
-    top_M, total_M = tl.full([BLOCK_M], -float("inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    top_M = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    total_M = tl.zeros([BLOCK_M], tl.float32)
     acc_ME = tl.zeros([BLOCK_M, PADDED_VALUE], tl.float32)
     for start in tl.range(low, high, BLOCK_N, num_stages=STAGES):
         key_N = start + n

@@ -27,7 +27,6 @@ class PagedTiles(NamedTuple):
     ctas_per_sm: programs (CTAs) for which `splits_for` plans on each SM.
     hopper: whether paged_hopper.py's kernel is meant (hopper_tiles.py).
     joined: whether that kernel multiplies a block's pages together.
-    prefetch: whether Triton's kernel asks for the first block's 16-bit keys and values before it waits for the kernel in front.
     """
 
     block_m: int
@@ -39,7 +38,6 @@ class PagedTiles(NamedTuple):
     ctas_per_sm: int = 1
     hopper: bool = False
     joined: bool = False
-    prefetch: bool = False
 
     def within(self, room: int, key_bytes: int, query_bytes: int) -> PagedTiles:
         """These tiles with as many stages as the GPU has shared memory for: those for 128 dims were measured with 227 KB.
@@ -111,7 +109,7 @@ def paged_tiles(
             return PagedTiles(16, keys(64), 4, 4)
         if waves > 0.1:
             return PagedTiles(16, keys(128), 4, 3)
-        few = PagedTiles(16, keys(64), 4, 3, min_split_keys=64, prefetch=True)
+        few = PagedTiles(16, keys(64), 4, 3, min_split_keys=64)
         return few._replace(stages=2, ctas_per_sm=3) if max_keys > SHORT else few
     if wanted == 32:
         if waves < 0.1 and max_keys > SHORT and D <= 128:

@@ -236,7 +236,6 @@ def launch_paged(
         WINDOW_RIGHT=segment.window_right, ALIBI=alibi_of(scoring), SOFTCAP=scoring.softcap is not None, QUANT=quant,
         INT8_QUERIES=int8_queries, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, MIN_SPLIT_KEYS=tiles.min_split_keys,
         STAGES=tiles.stages, Q_IN_MEMORY=q_in_memory, ASM=has_pdl(q_THD.device),
-        PREFETCH=tiles.prefetch and quant == "" and k.itemsize == 2,
         num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers, **chained(q_THD.device),
     )  # fmt: skip
 
