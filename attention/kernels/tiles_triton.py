@@ -156,23 +156,16 @@ def splits_for(programs_per_split: int, max_keys: int, min_split_keys: int, prog
     return next(splits for splits in candidates if fill(splits) >= 0.95 * best)
 
 
-def merge_tiles(splits: int, group_elements: int, merging: int, programs: int) -> tuple[int, int]:
-    """How many split states a program of the merge kernel reads at once, and with how many warps.
+def chunk_for(splits: int, group_elements: int) -> int:
+    """How many split states the merge kernel reads at once: as many as fit in one warp's registers.
 
-    group_elements: padded heads of a group x padded head dim.  merging: programs of the merge.  programs: as in splits_for.
-
-    Programs that all run at once wait for memory, so each has the warps to read all states in one go.  Where they take turns,
-    one warp needs no barrier, and with fewer registers more of them run at once.  Few splits mean many queries: two states
-    then, unless more take no more room than two of four heads of 128.
+    group_elements: padded heads of a group x padded head dim.  Few splits mean many queries, and with fewer registers more
+    programs run at once: two states then, unless more take no more room than two of four heads of 128.
     """
-    if merging <= 2 * programs:
-        states = triton.next_power_of_2(max(1, splits))
-        warps = max(1, min(8, states * group_elements // 1024))
-        return max(1, min(states, warps * 2048 // group_elements)), warps
     if splits <= 1:
-        return 1, 1
+        return 1
     max_chunk = max(2, 1024 // group_elements) if splits <= FEW_SPLITS else 8
-    return max(1, min(8, max_chunk, 4096 // group_elements)), 1
+    return max(1, min(8, max_chunk, 4096 // group_elements))
 
 
 @lru_cache

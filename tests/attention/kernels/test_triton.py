@@ -19,7 +19,7 @@ from torch import Tensor
 
 from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.kernels import triton_backend
-from specdec.attention.kernels.tiles_triton import merge_tiles, padded, paged_tiles, splits_for
+from specdec.attention.kernels.tiles_triton import padded, paged_tiles, splits_for
 from specdec.attention.kernels.triton_backend import TritonBackend, launch_paged, launch_suffix_merge
 from specdec.attention.pages import PageTable
 from specdec.attention.plan import causal_segment, prefix_segment
@@ -249,15 +249,6 @@ def test_splits_fill_the_gpu_and_no_more() -> None:
         splits = splits_for(programs_per_split, 32_768, 128, 264)
         waves = programs_per_split * splits / 264
         assert 1 <= splits <= 128 and (splits in (1, 128) or waves / -(-waves // 1) > 0.75)
-
-
-def test_a_merge_that_fits_the_gpu_reads_all_states_at_once() -> None:
-    """Keeps out: one warp that reads 64 KB of states in turns while most SMs idle; tiles that no registers can hold."""
-    for splits, elements, merging in itertools.product((0, 1, 2, 17, 128), (64, 256, 2048, 4096), (4, 32, 264, 1000)):
-        chunk, warps = merge_tiles(splits, elements, merging, 132)
-        assert chunk & (chunk - 1) == warps & (warps - 1) == 0 and chunk * elements <= 4096 * warps
-        assert chunk >= splits or chunk * elements >= 2048 * warps or merging > 264, (splits, elements, merging)
-    assert merge_tiles(17, 128, 32, 132) == (32, 4) and merge_tiles(17, 128, 1000, 132) == (8, 1)
 
 
 FORMATS = [

@@ -84,10 +84,9 @@ def test_shared_experts_and_experts_elsewhere(T: int) -> None:
         both = few_tokens_experts(x, topk_weights_TK, away_TK, experts, tiles, SharedOutput(shared, gate), partials=True)
         plain = few_tokens_experts(x, topk_weights_TK, away_TK, experts, tiles, SharedOutput(shared, None))
     assert isinstance(alone, Tensor) and isinstance(both, Partials) and isinstance(plain, Tensor)
-    scale = shared.double().norm()
+    weighed, whole = want + shared.double() * gate.double(), want + shared.double()
     assert (alone.double() - want).norm() < 6e-3 * max(want.norm(), 1e-3)
-    assert (both.tensor().double() - want - shared.double() * gate.double()).norm() < 6e-3 * scale
-    assert (plain.double() - want - shared.double()).norm() < 6e-3 * scale
+    assert error(both.tensor(), weighed) < 6e-3 and error(plain, whole) < 6e-3
 
 
 @pytest.mark.gpu
