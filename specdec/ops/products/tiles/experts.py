@@ -19,9 +19,10 @@ MOST_ROUTED = 256
 # Up to so many tokens few_tokens_triton.py multiplies with experts of these kinds; beyond them, and with other kinds, the other
 # kernels or a library are faster.  Measured on an H200 by benchmarks products.few_tokens.
 MOST_TOKENS: dict[ExpertsKind, int] = {"dense": 64, "e4m3": 8, "int4": 8}
-# Up to so many tokens, and pairs, few_hopper.py multiplies with experts of these kinds on Hopper GPUs.
+# Up to so many tokens few_hopper.py multiplies with experts of these kinds on Hopper GPUs, of which a token has so many: warps of
+# the second product share a token's experts evenly.
 MOST_HOPPER: dict[ExpertsKind, int] = {"e2m1": 1, "int4": 8}
-MOST_HOPPER_PAIRS = 64
+MOST_HOPPER_CHOSEN = 8
 SMS = 132  # of an H200
 FEW = 64  # threshold in pairs: fewer have too few tiles for all SMs
 MAX_READ = 512  # threshold in pairs: programs find their pairs in more by sorting them first
@@ -85,7 +86,7 @@ class MixtureTiles(NamedTuple):
 
 def mixture_tiles(tokens: int, top_k: int, experts: int, kind: ExpertsKind, hopper: bool = False) -> MixtureTiles | None:
     """None: a library multiplies.  hopper: whether the kernels for Hopper GPUs can run."""
-    if hopper and tokens <= MOST_HOPPER.get(kind, 0) and tokens * top_k <= MOST_HOPPER_PAIRS:
+    if hopper and tokens <= MOST_HOPPER.get(kind, 0) and top_k <= MOST_HOPPER_CHOSEN:
         return few_hopper_tiles(tokens, kind)
     if tokens <= MOST_TOKENS.get(kind, 0):
         return few_tokens_tiles(tokens, kind, experts)

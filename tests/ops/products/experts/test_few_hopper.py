@@ -5,6 +5,8 @@ Shapes: T tokens, H hidden size, E experts, K experts of a token (top_k), F inte
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from toolkit.inside.captures import capturing
@@ -15,7 +17,7 @@ from torch import Tensor
 from specdec.ops.products.experts import QuantisedExperts, SharedOutput, SwiGLU, few_tokens_experts
 from specdec.ops.products.formats.experts import has_units
 from specdec.ops.products.partials import Partials
-from specdec.ops.products.tiles.experts import ExpertTiles, MixtureTiles, few_hopper_tiles
+from specdec.ops.products.tiles.experts import ExpertTiles, MixtureTiles, few_hopper_tiles, mixture_tiles
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 needs_hopper = pytest.mark.skipif(not HAS_HOPPER, reason="kernels for Hopper GPUs")
@@ -39,6 +41,15 @@ def test_forms_that_the_kernels_take() -> None:
     for name in FORMS:
         assert has_units(experts_named(name, 2, 160, 64).down) == (name in NAMES), name
     assert not has_units(experts_named("mxfp4", 2, 72, 64).gate_up)
+
+
+def test_warps_share_a_token_s_experts_evenly() -> None:
+    """Keeps out: a token of ten experts, which slices of the second product cannot share: its pass ended in an assertion."""
+    for kind, T, K in itertools.product(("int4", "e2m1"), (1, 8), range(1, 17)):
+        tiles = mixture_tiles(T, K, 128, kind, hopper=True)
+        assert tiles is not None and (tiles.kernel == "few_hopper") == (K <= 8 and (T == 1 or kind == "int4"))
+        if tiles.kernel == "few_hopper":
+            assert T * K <= 64 and (T > 1 or tiles.down.warps * tiles.down.splits % (1 << (K - 1).bit_length()) == 0)
 
 
 @pytest.mark.gpu
