@@ -177,7 +177,7 @@ def placed_experts(
 ) -> Tensor:  # fmt: skip
     """The sum by the kernels for many rows an expert.  On a Hopper GPU alone."""
     places = place_pairs(topk_ids_TK, len(gate_up_EGH))
-    rows_RH = spread_rows(x_TH, places.places_P, places.count)
+    rows_RH = spread_rows(x_TH, places.places_P, places.rows)
     mid_RF = grouped_linear(rows_RH, gate_up_EGH, form.gate_up_bias, places, form.gate, tiles[0])
     out_RH = grouped_linear(mid_RF, down_EHF, form.down_bias, places, None, tiles[1])
     return weighted_sum(out_RH, topk_weights_TK.float().contiguous(), places.places_P)

@@ -94,13 +94,13 @@ class SharedExperts(NamedTuple):
     """Experts that every token passes, stored as the dense ones are, with the same width and SwiGLU, and without biases.
 
     gate_up_GH: all their gate rows, and below them all their up rows.  down_HF: their columns side by side.  gate_T1: what
-    weighs them, float32; None: nothing.  count: how many they are.
+    weighs them, float32; None: nothing.  number: how many they are.
     """
 
     gate_up_GH: Tensor
     down_HF: Tensor
     gate_T1: Tensor | None
-    count: int
+    number: int
 
 
 class SharedOutput(NamedTuple):
@@ -169,7 +169,8 @@ def grouped_tiles(x_TH: Tensor, experts: Experts, numerics: Numerics) -> tuple[G
         return None
     if not tma_reads(*(stack.flatten(0, 1) for stack in experts[:2])):
         return None
-    return numerics.grouped_tiles(*experts.down.shape[1:], x_TH.dtype)
+    _, H, F = experts.down.shape
+    return numerics.grouped_tiles(H, F, x_TH.dtype)
 
 
 def run_mixture(

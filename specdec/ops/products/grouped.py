@@ -26,13 +26,13 @@ ALIGNMENT = 16  # bytes: the rows of inputs, weights and outputs must be multipl
 class Places(NamedTuple):
     """Where pairs' rows lie: sorted by expert, of one expert the first pair first, and GROUPED_ALIGN rows between beginnings.
 
-    places_P: int32, the row of each pair; -1: the pair is skipped.  count: of rows, the most that so many pairs can take.
+    places_P: int32, the row of each pair; -1: the pair is skipped.  rows: the most that so many pairs can take.
     table: int32 [1 + tiles, 4], which the kernel of products reads (place_pairs_kernel).
     """
 
     places_P: Tensor
     table: Tensor
-    count: int
+    rows: int
 
 
 def place_pairs(topk_ids_TA: Tensor, experts: int) -> Places:
@@ -41,8 +41,8 @@ def place_pairs(topk_ids_TA: Tensor, experts: int) -> Places:
 
     ids_P = topk_ids_TA.flatten()
     P = len(ids_P)
-    count = (P // GROUPED_ALIGN + min(P, experts)) * GROUPED_ALIGN
-    return Places(*launch_place_pairs(ids_P, experts, GROUPED_ALIGN, GROUPED_TILE), count)
+    rows = (P // GROUPED_ALIGN + min(P, experts)) * GROUPED_ALIGN
+    return Places(*launch_place_pairs(ids_P, experts, GROUPED_ALIGN, GROUPED_TILE), rows)
 
 
 def grouped_linear(

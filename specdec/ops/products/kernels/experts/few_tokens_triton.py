@@ -300,7 +300,7 @@ def launch_few_gate_up(
     """
     (T, A), arguments, values = topk_ids_TK.shape, *_arguments(stack, form.gate_up_bias, x_TH)
     E, N, device = values["EXPERTS"], values["N"] // 2, x_TH.device
-    R = shared.count if shared else 0
+    R = shared.number if shared else 0
     D = R + (A if T == 1 else min(T * A, E))
     assert 0 < T <= min(MOST, tiles.block_m) and x_TH.stride(1) == 1 and x_TH.shape[1] == values["K"]
     assert topk_ids_TK.is_contiguous() and topk_weights_TK.is_contiguous() and topk_weights_TK.dtype == torch.float32
@@ -333,7 +333,7 @@ def launch_few_down(
     D, N, K, none = len(x_DTK), values["N"], values["K"], x_DTK
     R, words, output = 0, arguments[0], None
     if isinstance(shared, SharedExperts):
-        R, words = shared.count, shared.down_HF
+        R, words = shared.number, shared.down_HF
         assert words.shape == (N, R * K) and not values["HAS_BIAS"]
     elif isinstance(shared, SharedOutput):
         output = shared.out_TH

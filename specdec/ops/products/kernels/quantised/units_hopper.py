@@ -65,7 +65,8 @@ def load_units(
         words, scale, place = _load_unit(
             qweight, scales, row_N, slices, i + n, ROWS, UNITS, G, GROUP_UNITS, LISTED, words_layout, scales_layout
         )
-        all_words, all_scales, places = all_words + (words,), all_scales + (scale,), places + (place,)
+        all_words, all_scales = all_words + (words,), all_scales + (scale,)  # type: ignore[assignment]
+        places = places + (place,)  # type: ignore[assignment]
     return all_words, all_scales, places
 
 
