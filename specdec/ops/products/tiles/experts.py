@@ -19,8 +19,8 @@ MOST_ROUTED = 256
 # Up to so many tokens few_tokens_triton.py multiplies with experts of these kinds; beyond them, and with other kinds, the other
 # kernels or a library are faster.  Measured on an H200 by benchmarks products.few_tokens.
 MOST_TOKENS: dict[ExpertsKind, int] = {"dense": 64, "e4m3": 8, "int4": 8}
-# Up to so many tokens few_hopper.py multiplies with experts of these kinds on Hopper GPUs, if a token has no more experts than
-# that: warps of the second product share them evenly.
+# Up to so many tokens few_hopper.py multiplies with experts of these kinds on Hopper GPUs, if a token has at most
+# MOST_HOPPER_CHOSEN experts, which the warps of the second product share evenly.
 MOST_HOPPER: dict[ExpertsKind, int] = {"e2m1": 1, "int4": 8}
 MOST_HOPPER_CHOSEN = 8
 SMS = 132  # of an H200
