@@ -10,6 +10,7 @@ from toolkit.sanitize.explained import ROOMS
 
 ROUTED = "tests/ops/products/experts/test_routed.py"
 RULE = "tests/ops/recurrent/test_rule_triton.py"
+SSD = "tests/ops/recurrent/test_ssd_triton.py"
 
 CHOSEN: dict[str, list[str]] = {
     # ops
@@ -88,6 +89,12 @@ CHOSEN: dict[str, list[str]] = {
     ],
     "chunk_prepare_kernel": [f"{RULE}::test_parts_equal_the_definition[blocks of 32]"],
     "chunk_scan_kernel": [],
+    "ssd_step_kernel": [f"{SSD}::test_trees_equal_the_definition[sizes1-1-chain-6-dtype1]"],
+    "ssd_tree_kernel": [
+        f"{SSD}::test_trees_equal_the_definition[sizes{at}]" for at in ("3-7-tree-6-dtype3", "5-32-tree-6-dtype5")
+    ],
+    "ssd_prepare_kernel": [f"{SSD}::test_parts_equal_the_definition[blocks of 32]"],
+    "ssd_scan_kernel": [],
     "gated_norm_kernel": [
         "tests/ops/recurrent/test_gated_norm.py::test_a_norm_with_its_gate_is_transformers_[torch.float16-1-5-48]"
     ],

@@ -39,6 +39,8 @@ def ssd_chunk_tiles(y_TC: Tensor, key_width: int) -> ChunkTiles:
         return WIDE
     is_hopper = y_TC.is_cuda and torch.cuda.get_device_capability(y_TC.device)[0] == 9
     tiles, limit = HOPPER if is_hopper else ELSEWHERE, shared_memory(y_TC.device)
+    if key_width > 128:  # of whose states four warps lack registers for 64 columns
+        tiles = tiles._replace(warps=8)
     while tiles.stages > 1 and _stage_bytes(tiles, key_width) * tiles.stages > limit - RESERVED:
         tiles = tiles._replace(stages=tiles.stages - 1)
     return tiles

@@ -41,14 +41,14 @@ class SsdTiles(NamedTuple):
     group: int = 3
 
 
-def ssd_tiles(sequences: int, nodes: int, heads: int) -> SsdTiles:
-    """By the number of programs: few of them have warps enough for a head each only if heads are split."""
-    crowded = sequences * heads > 264
-    if nodes == 1:
-        return SsdTiles(64, warps=2) if crowded else SsdTiles(32, warps=2)
-    if nodes <= 16:
-        return SsdTiles(16, 64, 1) if crowded else SsdTiles(32, 64, 2)
-    return SsdTiles(32, 64, 4) if nodes <= 32 else SsdTiles(32, 32, 8)
+def ssd_tiles(sequences: int, nodes: int, heads: int, key_width: int) -> SsdTiles:
+    """By the number of programs: while there are few, heads are split among more of them."""
+    crowded = sequences * heads > 264  # twice as many as SMs of an H200
+    block_v = 16 if crowded and 1 < nodes <= 16 else 32
+    warps = block_v * key_width // 2048  # so that a thread has registers for its part of the state
+    if nodes > 16:
+        warps *= 2 if nodes <= 32 else 4
+    return SsdTiles(block_v, 64 if nodes <= 32 else 32, min(max(warps, 1), 8))
 
 
 @triton.jit
@@ -138,7 +138,7 @@ def launch_ssd_tree(
     assert len(y_TC) == B * N and N <= layer.k_LNGK.shape[1]
     for left, size in ((layer.k_LNGK, G * K), (layer.u_LNHV, H * V), (layer.decay_LNH, H)):
         assert left.dtype == torch.float32 and left[0].is_contiguous() and left[0, 0].numel() == size
-    out_THV, tiles = y_TC.new_empty(B * N, H, V), tiles or ssd_tiles(B, N, H)
+    out_THV, tiles = y_TC.new_empty(B * N, H, V), tiles or ssd_tiles(B, N, H, K)
     if not B:
         return out_THV
     block_v, memory = min(V, tiles.block_v), (layer.state_PHKV, layer.k_LNGK, layer.u_LNHV, layer.decay_LNH)
