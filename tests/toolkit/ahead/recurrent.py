@@ -8,7 +8,7 @@ from __future__ import annotations
 from specdec.ops.recurrent import ssd
 from specdec.ops.recurrent.conv import Convolution, chunk_convolution, tree_convolution
 from specdec.ops.recurrent.gated_delta import Gates, chunk_outputs, tree_outputs
-from specdec.ops.recurrent.gates.gated_norm import gated_norm
+from specdec.ops.recurrent.gates.gated_norm import FALCON, KIMI, MAMBA, gated_norm
 from specdec.ops.recurrent.gates.output_gate import gated_output
 from specdec.ops.recurrent.ssd import SsdGates
 from specdec.ops.recurrent.states import ChunkSteps, ConvStates, RuleStates, TreeSteps
@@ -52,5 +52,10 @@ def mamba_layers() -> None:
             for N, depth, E in SHAPES:
                 steps = TreeSteps(ids(B), ids(B), ids(B, N), depth, N == depth + 1, ids(B, E), counts(B))
                 ssd.tree_outputs(halves(B * N, channels), SsdGates(halves(B * N, heads), *weights), memory, steps)
+        for T in (1, 2048):
+            x, z, weight = (halves(*each, groups, heads * 64 // groups) for each in ((T,), (T,), ()))
+            gated_norm(x, z, weight, 1e-5, MAMBA if size == 128 else FALCON)
+            gated_norm(x.view(T, heads, 64), z.view(T, heads, 64), halves(64), 1e-5, KIMI)
+            gated_output(x.view(T, 1, -1), z.view(T, 1, -1), silu=True)
         chunk = ChunkSteps(ids(4), ids(4), counts(5), ids(4), counts(4), 8192)
         ssd.chunk_outputs(halves(8192, channels), SsdGates(halves(8192, heads), *weights), memory, chunk)
