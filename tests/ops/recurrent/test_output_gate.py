@@ -1,4 +1,4 @@
-"""The gate of an output without a norm: its kernel against its definition.  Under Triton's interpreter where there is no GPU."""
+"""The gate of an output without a norm: the kernel against its definition.  Under the interpreter where there is no GPU."""
 
 import pytest
 import torch
