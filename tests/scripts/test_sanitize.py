@@ -50,7 +50,10 @@ def test_findings_are_told_by_kernel() -> None:
     found = findings(PRINTED, ROOT)
     assert found.open == {
         "linear_kernel": {"Invalid __global__ read of size N bytes": 2},
-        "scan_kernel": {"Error: Race reported between Write access at scan_kernel+N in topk_triton.py:99": 1},
+        "scan_kernel": {
+            "Error: Race reported between Write access at scan_kernel+N in topk_triton.py:99 "
+            "and Read access at scan_kernel+N in topk_triton.py:101 [N hazards]": 1
+        },
         "": {'Program hit cudaErrorInvalidValue (error N) due to "invalid argument" on CUDA API call to cudaMemcpy.': 1},
     }
     assert not found.explained

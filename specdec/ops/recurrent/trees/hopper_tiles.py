@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specdec.ops.launch import has_gluon
 from specdec.ops.products.gpus import match_of
-from specdec.ops.recurrent.states import LayerStates
+from specdec.ops.recurrent.states import RuleStates
 
 MOST = 64  # nodes, the bits of a word
 WIDTH = 128  # of keys
@@ -40,7 +40,7 @@ def hopper_tiles(sequences: int, nodes: int, value_heads: int, width: int) -> Ho
     return HopperTiles(4, 168, 1) if nodes <= 16 else HopperTiles(4, 168, 2, 4)
 
 
-def takes(y_TC: Tensor, layer: LayerStates, nodes: int) -> bool:
+def takes(y_TC: Tensor, layer: RuleStates, nodes: int) -> bool:
     """Whether the kernel computes such a pass, on this GPU."""
     K, V = layer.state_PHKV.shape[2:]
     aligned = y_TC.stride(0) % 8 == 0 and y_TC.data_ptr() % 16 == 0

@@ -28,7 +28,7 @@ from specdec.ops.hopper import barrier, gdc_launch_dependents, gdc_wait
 from specdec.ops.launch import chained
 from specdec.ops.recurrent.gated_delta import Gates
 from specdec.ops.recurrent.shared_triton import EPS, log_decays, strengths
-from specdec.ops.recurrent.states import LayerStates, TreeSteps
+from specdec.ops.recurrent.states import RuleStates, TreeSteps
 from specdec.ops.recurrent.trees.hopper_tiles import HopperTiles
 from specdec.ops.recurrent.trees.nodes_hopper import (
     ancestors,
@@ -254,7 +254,7 @@ def _store(x_PWV, to_u, to_out, N: gl.constexpr, STRIDE: gl.constexpr, layout: g
 
 
 def launch_tree_rule_hopper(
-    y_TC: Tensor, gates: Gates, layer: LayerStates, steps: TreeSteps, out_THV: Tensor, tiles: HopperTiles
+    y_TC: Tensor, gates: Gates, layer: RuleStates, steps: TreeSteps, out_THV: Tensor, tiles: HopperTiles
 ) -> None:
     """`gated_delta.tree_outputs`, into out_THV.  rule_triton.py has checked what its own kernels take, too."""
     (B, N), E = steps.parents_BN.shape, steps.path_BE.shape[1]

@@ -20,7 +20,7 @@ from torch import Tensor
 from specdec.ops.launch import chained
 from specdec.ops.recurrent.gated_delta import Gates
 from specdec.ops.recurrent.shared_triton import PRECISION, multiplied
-from specdec.ops.recurrent.states import LayerStates, TreeSteps, lie_whole
+from specdec.ops.recurrent.states import RuleStates, TreeSteps, lie_whole
 from specdec.ops.recurrent.trees.hopper_tiles import HopperTiles, hopper_tiles, takes
 from specdec.ops.recurrent.trees.nodes_triton import tree_nodes_kernel
 from specdec.ops.recurrent.trees.path_triton import add_path, add_rest, faded, read_path, read_state
@@ -142,7 +142,7 @@ def _solved(solved_IJ, products_IV, v_NV, f_N, r_N, P: tl.constexpr, PRECISION: 
 
 
 def launch_tree_rule(
-    y_TC: Tensor, gates: Gates, layer: LayerStates, steps: TreeSteps, precision: str = PRECISION,
+    y_TC: Tensor, gates: Gates, layer: RuleStates, steps: TreeSteps, precision: str = PRECISION,
     tiles: RuleTiles | HopperTiles | None = None,
 ) -> Tensor:  # fmt: skip
     """`gated_delta.tree_outputs`: [T, H, V].  precision: of rule_triton.py's products: "tf32x3" or "ieee"."""
@@ -190,7 +190,7 @@ def launch_tree_rule(
     return out_THV
 
 
-def check_rule(y_TC: Tensor, gates: Gates, layer: LayerStates) -> None:
+def check_rule(y_TC: Tensor, gates: Gates, layer: RuleStates) -> None:
     """Asserts what both kernels of the rule take; widths were checked as the target was loaded."""
     (_, H, K, V), G = layer.state_PHKV.shape, layer.k_LNGK.shape[2]
     assert all(width >= 16 and not width & (width - 1) for width in (K, V)), "powers of two from 16 on"
