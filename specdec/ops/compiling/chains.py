@@ -162,6 +162,7 @@ GROUPS = (
             "tree_nodes": "parents",
             "step_rule": "count decay_left k_left path read state u_left",
             "tree_rule": "count decay_left k_left path read state u_left",
+            "tree_rule_hopper": "A_log count decay_left dt_bias k_left parents path read state u_left",
         },
     ),
     KernelGroup(

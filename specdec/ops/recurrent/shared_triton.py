@@ -29,9 +29,8 @@ def softplus(x_N):
 
 @triton.jit
 def log_decays(a_N, A_log, dt_bias):
-    """Of values a of one head, whose weights the other two point at: -exp(A_log) * softplus(a + dt_bias)."""
-    x_N = a_N.to(tl.float32) + tl.load(dt_bias).to(tl.float32)
-    return -tl.exp(tl.load(A_log).to(tl.float32)) * softplus(x_N)
+    """Of values a of one head, whose weights the other two are: -exp(A_log) * softplus(a + dt_bias)."""
+    return -tl.exp(A_log.to(tl.float32)) * softplus(a_N.to(tl.float32) + dt_bias.to(tl.float32))
 
 
 @triton.jit
