@@ -3,7 +3,7 @@
 The rule of rule.py with a number of decay a head and u = v.  In Mamba-2's words: queries are C, keys B, a key head is a group,
 a key's width is the state's size, and a value is dt x.  A head's output has D x besides.
 
-On a GPU each pass over trees is one launch of mamba/tree_triton.py, and each over parts two of mamba/launch.py.
+On a GPU each pass over trees is one launch of mamba/ssd_tree_triton.py, and each over parts two of mamba/launch.py.
 
 Shapes: as of states.py.
 """
@@ -48,7 +48,7 @@ def read_tokens(y_BNC: Tensor, gates: SsdGates, groups: int, state_size: int, dt
 def tree_outputs(y_TC: Tensor, gates: SsdGates, memory: RuleStates, steps: TreeSteps) -> Tensor:
     """[T, H, V]: each node's output, in y's dtype; see `over_trees`."""
     if use_kernels(y_TC):
-        from specdec.ops.recurrent.mamba.tree_triton import launch_ssd_tree
+        from specdec.ops.recurrent.mamba.ssd_tree_triton import launch_ssd_tree
 
         return launch_ssd_tree(y_TC, gates, memory, steps)
     tokens, more_BNHV = read_tokens(y_TC.view(*steps.parents_BN.shape, -1), gates, *_sizes(memory))

@@ -9,7 +9,7 @@ from toolkit.recurrent.rounds import copied, equal_memory, moved, parts_of
 
 from specdec.ops.recurrent.chunks.launch import ChunkTiles
 from specdec.ops.recurrent.mamba import launch
-from specdec.ops.recurrent.mamba.tree_triton import launch_ssd_tree
+from specdec.ops.recurrent.mamba.ssd_tree_triton import launch_ssd_tree
 from specdec.ops.recurrent.ssd import SsdGates, chunk_outputs, tree_outputs
 
 ALONE, SHARED = Sizes(G=2, H=2, K=16, V=32), Sizes(G=2, H=6, K=32, V=16)

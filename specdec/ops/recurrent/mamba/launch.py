@@ -1,9 +1,9 @@
 """Launches the two kernels of `ssd.chunk_outputs`.
 
-1. prepare_triton.py, a program for each block and some heads of a group: what needs no state.  With F_ij = exp(D_i - D_j), of
+1. ssd_prepare_triton.py, a program for each block and some heads of a group: what needs no state.  With F_ij = exp(D_i - D_j), of
    the block's summed log-decays, it leaves A = the lower part of F_ij q_i k_j dt_j, with the head's own factor of x on its
    diagonal, and two factors a token.
-2. scan_triton.py, a program for each head and some columns of values, goes through the blocks one after the other:
+2. ssd_scan_triton.py, a program for each head and some columns of values, goes through the blocks one after the other:
    out = faded q S + A x, S = faded S + k^T (faded dt x).  Its next blocks' loads run ahead.
 
 Precision, of bfloat16: k, q and x are exact, and a float32 number beside one of them goes in as two bfloat16 halves, whose sum
@@ -23,9 +23,9 @@ from torch import Tensor
 
 from specdec.ops.launch import chained, shared_memory
 from specdec.ops.recurrent.chunks.launch import ELSEWHERE, HOPPER, RESERVED, SEARCH, WIDE, ChunkTiles
-from specdec.ops.recurrent.mamba.prepare_triton import FACTORS, ssd_prepare_kernel
-from specdec.ops.recurrent.mamba.scan_triton import ssd_scan_kernel
-from specdec.ops.recurrent.mamba.tree_triton import check_ssd
+from specdec.ops.recurrent.mamba.ssd_prepare_triton import FACTORS, ssd_prepare_kernel
+from specdec.ops.recurrent.mamba.ssd_scan_triton import ssd_scan_kernel
+from specdec.ops.recurrent.mamba.ssd_tree_triton import check_ssd
 from specdec.ops.recurrent.shared_triton import PRECISION
 from specdec.ops.recurrent.ssd import SsdGates
 from specdec.ops.recurrent.states import ChunkSteps, RuleStates, lie_whole

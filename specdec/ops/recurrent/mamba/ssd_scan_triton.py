@@ -17,7 +17,7 @@ from specdec.ops.recurrent.chunks.prepare_triton import halves
 @triton.jit
 def ssd_scan_kernel(
     y,  # [T, 2 G K + H V]
-    reads, factors,  # [H, T, N], [H, T, 2]: see prepare_triton.py
+    reads, factors,  # [H, T, N], [H, T, 2]: see ssd_prepare_triton.py
     state,  # [P, H, K, V]
     cu,  # [B + 1]
     read, write, keep, after,  # [B]

@@ -5,7 +5,7 @@ wait: states and what nodes left are a round old.  What nodes have to do with ea
 
     out = exp(D) (q S) + A (dt x) + skip x        A_ij = (q_i . k_j) exp(D_i - D_j) on node i's path
 
-is small, so every program makes it again.  Trees of one node need none of it (step_triton.py).  No program reads what another
+is small, so every program makes it again.  Trees of one node need none of it (ssd_step_triton.py).  No program reads what another
 one of its launch writes.
 
 Shapes: as of ssd.py; M: N, and 16 at least.
@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.ops.launch import chained
-from specdec.ops.recurrent.mamba.step_triton import ssd_step_kernel
+from specdec.ops.recurrent.mamba.ssd_step_triton import ssd_step_kernel
 from specdec.ops.recurrent.shared_triton import PRECISION, alike, multiplied, softplus, weighted
 from specdec.ops.recurrent.ssd import SsdGates
 from specdec.ops.recurrent.states import RuleStates, TreeSteps, lie_whole
