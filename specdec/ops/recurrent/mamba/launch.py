@@ -1,8 +1,8 @@
 """Launches the two kernels of `ssd.chunk_outputs`.
 
-1. ssd_prepare_triton.py, a program for each block and some heads of a group: what needs no state.  With F_ij = exp(D_i - D_j), of
-   the block's summed log-decays, it leaves A = the lower part of F_ij q_i k_j dt_j, with the head's own factor of x on its
-   diagonal, and two factors a token.
+1. ssd_prepare_triton.py, a program for each block and some heads of a group: what needs no state.  With F_ij =
+   exp(D_i - D_j), of the block's summed log-decays, it leaves A = the lower part of F_ij q_i k_j dt_j, with the head's own
+   factor of x on its diagonal, and two factors a token.
 2. ssd_scan_triton.py, a program for each head and some columns of values, goes through the blocks one after the other:
    out = faded q S + A x, S = faded S + k^T (faded dt x).  Its next blocks' loads run ahead.
 

@@ -5,8 +5,8 @@ wait: states and what nodes left are a round old.  What nodes have to do with ea
 
     out = exp(D) (q S) + A (dt x) + skip x        A_ij = (q_i . k_j) exp(D_i - D_j) on node i's path
 
-is small, so every program makes it again.  Trees of one node need none of it (ssd_step_triton.py).  No program reads what another
-one of its launch writes.
+is small, so every program makes it again.  Trees of one node need none of it (ssd_step_triton.py).  No program reads what
+another one of its launch writes.
 
 Shapes: as of ssd.py; M: N, and 16 at least.
 """
