@@ -8,7 +8,7 @@ from toolkit.recurrent.mamba import SsdRound, ssd_inputs, ssd_round
 from toolkit.recurrent.rounds import copied, equal_memory, moved, parts_of
 
 from specdec.ops.recurrent.chunks.launch import ChunkTiles
-from specdec.ops.recurrent.mamba import launch
+from specdec.ops.recurrent.mamba.launch import launch_ssd_parts
 from specdec.ops.recurrent.mamba.ssd_tree_triton import launch_ssd_tree
 from specdec.ops.recurrent.ssd import SsdGates, chunk_outputs, tree_outputs
 
@@ -87,18 +87,16 @@ def test_a_broken_node_reaches_those_below_it_alone(broken: str) -> None:
     ids=["blocks of 32", "blocks of 64", "two tokens"],
 )
 def test_parts_equal_the_definition(
-    sizes: Sizes, lengths: list[int], kept: int, after: int, dtype: torch.dtype, tiles: ChunkTiles | None, search: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    sizes: Sizes, lengths: list[int], kept: int, after: int, dtype: torch.dtype, tiles: ChunkTiles | None, search: int
+) -> None:
     """Keeps out: a block's border that shows, a block that is nobody's where parts are many, a state that is kept one token
     late, a part of padding that reaches a row, a token after the parts that is read, a head with another one's decay.
     """
-    monkeypatch.setattr(launch, "SEARCH", search)
     now = ssd_round(sizes, 2, False, dtype, seed=len(lengths))
     steps, layer, tokens = parts_of(lengths, kept, after), copied(now.layer, DEVICE), sum(lengths)
     y, dt = (torch.cat((each, each.new_full((3, each.shape[1]), torch.nan))) for each in ssd_inputs(sizes, tokens, dtype))
     gates = now.weights.gates(dt)
-    got = launch.launch_ssd_parts(y.to(DEVICE), on_device(gates), layer.rule, moved(steps, DEVICE), tiles).cpu()
+    got = launch_ssd_parts(y.to(DEVICE), on_device(gates), layer.rule, moved(steps, DEVICE), tiles, search).cpu()
     want = chunk_outputs(y, gates, now.layer.rule, steps)
     scale = float(TOLERANCE[dtype] * want[:tokens].abs().max())
     torch.testing.assert_close(got[:tokens], want[:tokens], atol=scale, rtol=TOLERANCE[dtype])

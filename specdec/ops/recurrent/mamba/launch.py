@@ -51,7 +51,7 @@ def _stage_bytes(tiles: ChunkTiles, key_width: int) -> int:
     return 2 * tiles.tokens * (2 * key_width + tiles.block_v + tiles.tokens)
 
 
-class Prepared(NamedTuple):
+class SsdPrepared(NamedTuple):
     """What the first kernel leaves.  reads_HTN: A.  factors_HTF: of tokens."""
 
     reads_HTN: Tensor
@@ -59,23 +59,26 @@ class Prepared(NamedTuple):
 
 
 def launch_ssd_parts(
-    y_TC: Tensor, gates: SsdGates, layer: RuleStates, steps: ChunkSteps, tiles: ChunkTiles | None = None
+    y_TC: Tensor, gates: SsdGates, layer: RuleStates, steps: ChunkSteps, tiles: ChunkTiles | None = None, search: int = SEARCH
 ) -> Tensor:
-    """`ssd.chunk_outputs`: [T, H, V]."""
+    """`ssd.chunk_outputs`: [T, H, V].  search: parts among which a program looks for its block at once."""
     check_ssd(y_TC, gates, layer)
     assert lie_whole(steps)
     out_THV = y_TC.new_empty(len(y_TC), *layer.state_PHKV.shape[1::2])
     if len(steps.read_B):
         tiles = tiles or ssd_chunk_tiles(y_TC, layer.state_PHKV.shape[2])
-        launch_ssd_scan(y_TC, launch_ssd_prepare(y_TC, gates, layer, steps, tiles), layer, steps, tiles, out_THV)
+        prepared = launch_ssd_prepare(y_TC, gates, layer, steps, tiles, search)
+        launch_ssd_scan(y_TC, prepared, layer, steps, tiles, out_THV)
     return out_THV
 
 
-def launch_ssd_prepare(y_TC: Tensor, gates: SsdGates, layer: RuleStates, steps: ChunkSteps, tiles: ChunkTiles) -> Prepared:
+def launch_ssd_prepare(
+    y_TC: Tensor, gates: SsdGates, layer: RuleStates, steps: ChunkSteps, tiles: ChunkTiles, search: int = SEARCH
+) -> SsdPrepared:
     """What blocks need that no state enters."""
     (_, H, K, _), G, B, N = layer.state_PHKV.shape, layer.k_LNGK.shape[2], len(steps.read_B), tiles.tokens
     rows = -(-len(y_TC) // 16) * 16  # so that Triton knows where heads begin
-    prepared = Prepared(
+    prepared = SsdPrepared(
         y_TC.new_empty(H, rows, N, dtype=y_TC.dtype if y_TC.dtype == torch.bfloat16 else torch.float32),
         y_TC.new_empty(H, rows, FACTORS, dtype=torch.float32),
     )
@@ -83,14 +86,14 @@ def launch_ssd_prepare(y_TC: Tensor, gates: SsdGates, layer: RuleStates, steps: 
     most_blocks = len(y_TC) // N + 2 * B  # a part ends with a block that is not whole, and so does what is kept of it
     ssd_prepare_kernel[(H // heads, most_blocks)](
         y_TC, *gates, steps.cu_B1, steps.after_B, *prepared, B, rows, y_TC.stride(0), gates.dt_TH.stride(0), G=G, H=H, K=K,
-        HEADS=heads, PRECISION=PRECISION, BLOCK_N=N, BLOCK_K=min(K, 128), SEARCH=SEARCH, num_warps=tiles.prepare_warps,
+        HEADS=heads, PRECISION=PRECISION, BLOCK_N=N, BLOCK_K=min(K, 128), SEARCH=search, num_warps=tiles.prepare_warps,
         **chained(y_TC.device),
     )  # fmt: skip
     return prepared
 
 
 def launch_ssd_scan(
-    y_TC: Tensor, prepared: Prepared, layer: RuleStates, steps: ChunkSteps, tiles: ChunkTiles, out_THV: Tensor
+    y_TC: Tensor, prepared: SsdPrepared, layer: RuleStates, steps: ChunkSteps, tiles: ChunkTiles, out_THV: Tensor
 ) -> None:
     """The states and outputs, which out_THV takes."""
     (_, H, K, V), G, block_v = layer.state_PHKV.shape, layer.k_LNGK.shape[2], min(layer.state_PHKV.shape[3], tiles.block_v)
