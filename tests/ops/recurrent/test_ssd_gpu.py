@@ -95,7 +95,7 @@ def test_parts_of_real_widths(name: str, lengths: list[int]) -> None:
     states = error(layer.state_PHKV[here], exact.state_PHKV[here])
     print(f"{name}, {lengths}: outputs {error(out, want):.1e}, states {states:.1e}")
     # Of outputs 1.7e-3 are their own rounding; what only goes into them is rounded to 16 bits, too: see mamba/launch.py.
-    assert error(out, want) < 4e-3 and states < 6e-5
+    assert error(out, want) < 4e-3 and states < 2e-5
 
 
 def test_a_captured_round_moves_numbers() -> None:

@@ -54,6 +54,7 @@ def ssd_prepare_kernel(
         reads_NN = qk_NN * fade_NN * step_N[None, :] + tl.where(i == j, tl.load(D + h).to(tl.float32), 0.0)
         at_HN = h.to(tl.int64) * T + at_N
         tl.store(reads + at_HN[:, None] * BLOCK_N + j, reads_NN.to(reads.dtype.element_ty), mask=ok_N[:, None])
-        added_N = tl.exp(tl.minimum(tl.sum(decay_N, 0) - summed_N, 0.0)) * step_N
+        # Summed from the block's end on: differences of long sums would be inexact where they are small, and matter most.
+        added_N = tl.exp(tl.minimum(tl.cumsum(decay_N, 0, reverse=True) - decay_N, 0.0)) * step_N
         to_N2 = factors + at_HN[:, None] * 2 + tl.arange(0, 2)[None, :]
         tl.store(to_N2, tl.join(tl.exp(summed_N), added_N), mask=ok_N[:, None])
