@@ -152,12 +152,17 @@ GROUPS = (
         "late",
         "The convolution in front triggers late, so what stood before it is complete; states and what nodes left were written "
         "a round ago, under other numbers than those that tree_nodes writes in front of tree_rule. What comes next waits for a "
-        "complete convolution, too, and chunk_scan for what chunk_prepare leaves.",
+        "complete convolution, too, and chunk_scan for what chunk_prepare leaves.  Kimi's rule is launched alike.",
         "",
         {
             "chunk_prepare": "",
             "chunk_scan": "",
             "tree_nodes": "parents",
+            "kimi_nodes": "parents",
+            "kimi_prepare": "",
+            "kimi_rule": "count decay_left k_left path read state u_left",
+            "kimi_scan": "",
+            "kimi_step": "count decay_left k_left path read state u_left",
             "step_rule": "count decay_left k_left path read state u_left",
             "tree_rule": "count decay_left k_left path read state u_left",
         },

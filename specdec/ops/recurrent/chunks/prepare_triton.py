@@ -31,7 +31,7 @@ def chunk_prepare_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    begin, end = _tokens_of_block(tl.program_id(1), cu, after, B, BLOCK_N, SEARCH)
+    begin, end = tokens_of_block(tl.program_id(1), cu, after, B, BLOCK_N, SEARCH)
     if begin == end:
         return
     at_N = begin.to(tl.int64) + n
@@ -47,7 +47,7 @@ def chunk_prepare_kernel(
     fade_NN = tl.exp(tl.where(i >= j, summed_N[:, None] - summed_N[None, :], float("-inf"))) * k_length[None, :]
     system_NN = tl.where(i > j, kk * fade_NN * (beta_N * k_length)[:, None], 0.0)
     to_NN = (h.to(tl.int64) * T + at_N)[:, None] * BLOCK_N + j
-    _store_inverse(solved + to_NN, H * T.to(tl.int64) * BLOCK_N, system_NN, beta_N, ok_N, BLOCK_N, LOG_N, PRECISION)
+    store_inverse(solved + to_NN, H * T.to(tl.int64) * BLOCK_N, system_NN, beta_N, ok_N, BLOCK_N, LOG_N, PRECISION)
     qk, q_length = _products(from_k_NK - G * K, from_k_NK, ok_N, K, PRECISION, BLOCK_N, BLOCK_K)
     q_length *= K**-0.5
     tl.store(reads + to_NN, (qk * fade_NN * q_length[:, None]).to(reads.dtype.element_ty), mask=ok_N[:, None])
@@ -60,7 +60,7 @@ def chunk_prepare_kernel(
 
 
 @triton.jit
-def _tokens_of_block(block, cu, after, B, N: tl.constexpr, SEARCH: tl.constexpr):
+def tokens_of_block(block, cu, after, B, N: tl.constexpr, SEARCH: tl.constexpr):
     """(its first token, where it ends): the same where there is no such block.  A block also ends where a state is kept."""
     before, begin, end = block * 0, block * 0, block * 0
     for first in range(0, B, SEARCH):
@@ -96,7 +96,7 @@ def _products(
 
 
 @triton.jit
-def _store_inverse(
+def store_inverse(
     to_NN, stride_part, system_NN, beta_N, ok_N, N: tl.constexpr, LOG_N: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
     """In two halves, if it is stored in 16 bits."""
