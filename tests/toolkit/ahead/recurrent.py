@@ -5,11 +5,11 @@ Shapes: as of specdec/ops/recurrent/states.py.
 
 from __future__ import annotations
 
+from specdec.ops.recurrent import kimi_delta
 from specdec.ops.recurrent.conv import Convolution, chunk_convolution, tree_convolution
 from specdec.ops.recurrent.gated_delta import Gates, chunk_outputs, tree_outputs
 from specdec.ops.recurrent.gates.gated_norm import gated_norm
 from specdec.ops.recurrent.gates.output_gate import gated_output
-from specdec.ops.recurrent import kimi_delta
 from specdec.ops.recurrent.kimi_delta import KimiGates
 from specdec.ops.recurrent.states import ChunkSteps, ConvStates, RuleStates, TreeSteps
 from toolkit.ahead.made import counts, floats, halves, ids

@@ -136,7 +136,7 @@ def launch_kimi_trees(
 
 
 class Prepared(NamedTuple):
-    """What the first kernel leaves.  solved_PHTN: T, in P parts whose sum it is.  reads_HTN: A.  decays_HTK: D.  lengths_HT2."""
+    """What the first kernel leaves.  solved_PHTN: T, in P parts whose sum it is.  reads_HTN: A.  decays_HTK: D."""
 
     solved_PHTN: Tensor
     reads_HTN: Tensor

@@ -1,8 +1,8 @@
 """Products of queries and keys with the keys before them, whose channels fade each by itself on the way from one to the other.
 
 A pair's product is the sum over channels c of q_ic k_jc exp(D_ic - D_jc), with D the log-decays summed along i's path.  It is
-no product of two matrices: exp(D_i) exp(-D_j) would overflow.  There are two ways around, and neither ever computes a difference
-of large sums or a factor above 1.
+no product of two matrices: exp(D_i) exp(-D_j) would overflow.  There are two ways around, and neither ever computes a
+difference of large sums or a factor above 1.
 
 - Walking.  What node i sees of its d-th ancestor's key is what its parent sees of its (d - 1)-th ancestor's, once more faded.
   So a level of a tree is a gather of rows and a product.

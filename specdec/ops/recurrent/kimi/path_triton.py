@@ -1,7 +1,7 @@
 """What the accepted nodes of the pending path add to a state of Kimi's rule, each of whose rows fades by itself.
 
-As trees/path_triton.py has it, where a head fades as a whole: all was written a round ago, and all loads are on their way before
-the first number is needed.
+As trees/path_triton.py has it, where a head fades as a whole: all was written a round ago, and all loads are on their way
+before the first number is needed.
 
 Shapes: as of states.py, with G = H.
 """

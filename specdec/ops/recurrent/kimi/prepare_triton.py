@@ -1,4 +1,6 @@
-"""The kernel of what blocks of a part need that no state enters, in Kimi's rule: see launch.py.  It knows no block beside its own.
+"""The kernel of what blocks of a part need that no state enters, in Kimi's rule: see launch.py.
+
+It knows no block beside its own.
 
 Shapes: as of specdec/ops/recurrent/kimi_delta.py; N tokens of a block.
 """
