@@ -4,12 +4,16 @@ Trees: one launch for trees of one node (step_triton.py), two for others (nodes_
 two, as in chunks/launch.py:
 
 1. prepare_triton.py, a program for each block and head, solves (1 + strictly lower part of beta_i kk_ij), kk_ij the product of
-   keys as faded as i sees j, and leaves T = its inverse times beta_j, A = the lower part of qk_ij, log-decays D summed from the
-   block's beginning on, and lengths.
+   keys as faded as i sees j.  With T its inverse times beta_j, and D the log-decays summed from the block's beginning on, it
+   leaves keys = -T (exp(D) k), values = T v, queries = exp(D) q, added = exp(D_last - D) k, reads = the lower part of qk_ij,
+   and ends = exp(D_last).
 2. scan_triton.py, a program for each head and some columns of values, goes through the blocks one after the other:
-   u = T (v - (exp(D) k) S), out = (exp(D) q) S + A u, S = exp(D_last) S + (exp(D_last - D) k)^T u.
+   u = values + keys S, out = queries S + reads u, S = ends S + added^T u.
 
-Written in between, a token and head of 128 x 128 with blocks of 64 in bfloat16: T in two halves 256 bytes, A 128, D 512.
+Written in between, a token and head of 128 x 128 with blocks of 64 in bfloat16: keys and added in two halves each 1024 bytes,
+values 512, queries 256, reads 128: 1,920 bytes, so that 8,192 tokens of 32 heads leave 503 MB.  T in place of keys and values
+would leave less, as in chunks/launch.py; but keys and queries would have to be faded by each program that scans, which has no
+registers for them.
 
 Precision, of bfloat16: a float32 number goes into a product as two bfloat16 halves, whose sum has 17 bits, and the product of
 two lower halves is left out.  What goes into outputs alone is rounded to bfloat16.  Of float16 and float32 everything is
@@ -63,10 +67,10 @@ class KimiChunkTiles(NamedTuple):
     warps: int = 4
     stages: int = 2
     prepare_warps: int = 4
-    block_k: int = 64
+    block_k: int = 32
 
 
-HOPPER, ELSEWHERE, WIDE = KimiChunkTiles(), KimiChunkTiles(32, 32, 4, 2, 4, 64), KimiChunkTiles(32, 32, 8, 1, 8, 32)
+HOPPER, ELSEWHERE, WIDE = KimiChunkTiles(), KimiChunkTiles(32, 32, 4, 2), KimiChunkTiles(32, 32, 8, 1, 8)
 
 
 def kimi_tiles(nodes: int) -> KimiTiles:
@@ -84,14 +88,14 @@ def kimi_chunk_tiles(y_TC: Tensor, width: int) -> KimiChunkTiles:
         return WIDE
     is_hopper = y_TC.is_cuda and torch.cuda.get_device_capability(y_TC.device)[0] == 9
     tiles, limit = HOPPER if is_hopper else ELSEWHERE, shared_memory(y_TC.device)
-    while tiles.stages > 1 and stage_bytes(tiles, width) * (tiles.stages + 1) > limit - RESERVED:
+    while tiles.stages > 1 and stage_bytes(tiles, width) * tiles.stages > limit - RESERVED:
         tiles = tiles._replace(stages=tiles.stages - 1)
     return tiles
 
 
 def stage_bytes(tiles: KimiChunkTiles, width: int) -> int:
-    """Of a block's keys, queries, log-decays, values, T in two halves, and A."""
-    return 2 * tiles.tokens * (4 * width + tiles.block_v + 3 * tiles.tokens)
+    """Of what the kernel that scans reads of a block."""
+    return 2 * tiles.tokens * (5 * width + 2 * tiles.block_v + tiles.tokens)
 
 
 def launch_kimi_trees(
@@ -136,12 +140,14 @@ def launch_kimi_trees(
 
 
 class Prepared(NamedTuple):
-    """What the first kernel leaves.  solved_PHTN: T, in P parts whose sum it is.  reads_HTN: A.  decays_HTK: D."""
+    """What the first kernel leaves: see the top of this file.  P parts, whose sum it is; M blocks."""
 
-    solved_PHTN: Tensor
+    keys_PHTK: Tensor
+    queries_HTK: Tensor
+    added_PHTK: Tensor
+    values_HTV: Tensor
     reads_HTN: Tensor
-    decays_HTK: Tensor
-    lengths_HT2: Tensor
+    ends_HMK: Tensor
 
 
 def launch_kimi_parts(
@@ -153,7 +159,7 @@ def launch_kimi_parts(
     out_THV = y_TC.new_empty(len(y_TC), *layer.state_PHKV.shape[1::2])
     if len(steps.read_B):
         tiles = tiles or kimi_chunk_tiles(y_TC, layer.state_PHKV.shape[2])
-        launch_kimi_scan(y_TC, launch_kimi_prepare(y_TC, gates, layer, steps, tiles), layer, steps, tiles, out_THV)
+        launch_kimi_scan(launch_kimi_prepare(y_TC, gates, layer, steps, tiles), layer, steps, tiles, out_THV)
     return out_THV
 
 
@@ -161,32 +167,33 @@ def launch_kimi_prepare(
     y_TC: Tensor, gates: KimiGates, layer: RuleStates, steps: ChunkSteps, tiles: KimiChunkTiles
 ) -> Prepared:  # fmt: skip
     """What blocks need that no state enters."""
-    (_, H, K, _), B, N = layer.state_PHKV.shape, len(steps.read_B), tiles.tokens
+    (_, H, K, V), B, N = layer.state_PHKV.shape, len(steps.read_B), tiles.tokens
     rows = -(-len(y_TC) // 16) * 16  # so that Triton knows where heads begin
     is_short = y_TC.dtype == torch.bfloat16
     dtype = y_TC.dtype if is_short else torch.float32
-    prepared = Prepared(
-        y_TC.new_empty(1 + is_short, H, rows, N, dtype=dtype), y_TC.new_empty(H, rows, N, dtype=dtype),
-        y_TC.new_empty(H, rows, K, dtype=torch.float32), y_TC.new_empty(H, rows, 2, dtype=torch.float32),
-    )  # fmt: skip
     most_blocks = len(y_TC) // N + 2 * B  # a part ends with a block that is not whole, and so does what is kept of it
+    prepared = Prepared(
+        y_TC.new_empty(1 + is_short, H, rows, K, dtype=dtype), y_TC.new_empty(H, rows, K, dtype=dtype),
+        y_TC.new_empty(1 + is_short, H, rows, K, dtype=dtype), y_TC.new_empty(H, rows, V, dtype=torch.float32),
+        y_TC.new_empty(H, rows, N, dtype=dtype), y_TC.new_empty(H, most_blocks, K, dtype=torch.float32),
+    )  # fmt: skip
     kimi_prepare_kernel[(H, most_blocks)](
         y_TC, *gates, steps.cu_B1, steps.after_B, *prepared, B, rows, y_TC.stride(0), gates.a_TC.stride(0),
-        gates.b_TH.stride(0), H=H, K=K, PRECISION=PRECISION, BLOCK_N=N, LOG_N=N.bit_length() - 1,
-        BLOCK_K=min(K, tiles.block_k), SEARCH=SEARCH, num_warps=tiles.prepare_warps, **chained(y_TC.device),
+        gates.b_TH.stride(0), H=H, K=K, V=V, PRECISION=PRECISION, BLOCK_N=N, LOG_N=N.bit_length() - 1,
+        BLOCK_K=min(K, tiles.block_k), BLOCK_V=min(V, tiles.block_k), SEARCH=SEARCH, num_warps=tiles.prepare_warps,
+        **chained(y_TC.device),
     )  # fmt: skip
     return prepared
 
 
-def launch_kimi_scan(
-    y_TC: Tensor, prepared: Prepared, layer: RuleStates, steps: ChunkSteps, tiles: KimiChunkTiles, out_THV: Tensor
-) -> None:
+def launch_kimi_scan(prepared: Prepared, layer: RuleStates, steps: ChunkSteps, tiles: KimiChunkTiles, out_THV: Tensor) -> None:
     """The states and outputs, which out_THV takes."""
     (_, H, K, V), block_v = layer.state_PHKV.shape, min(layer.state_PHKV.shape[3], tiles.block_v)
     kimi_scan_kernel[(H * (V // block_v), len(steps.read_B))](
-        y_TC, *prepared, layer.state_PHKV, steps.cu_B1, steps.read_B, steps.write_B, steps.keep_B, steps.after_B, out_THV,
-        prepared.decays_HTK.shape[1], y_TC.stride(0), layer.state_PHKV.stride(0), H=H, K=K, V=V, PRECISION=PRECISION,
-        BLOCK_N=tiles.tokens, BLOCK_V=block_v, STAGES=tiles.stages, num_warps=tiles.warps, **chained(y_TC.device),
+        *prepared, layer.state_PHKV, steps.cu_B1, steps.read_B, steps.write_B, steps.keep_B, steps.after_B, out_THV,
+        prepared.queries_HTK.shape[1], prepared.ends_HMK.shape[1], layer.state_PHKV.stride(0), H=H, K=K, V=V,
+        PRECISION=PRECISION, BLOCK_N=tiles.tokens, BLOCK_V=block_v, STAGES=tiles.stages, SEARCH=SEARCH,
+        num_warps=tiles.warps, **chained(out_THV.device),
     )  # fmt: skip
 
 

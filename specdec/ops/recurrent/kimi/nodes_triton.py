@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from specdec.ops.recurrent.kimi.pairs_triton import halved_pairs, sums_of, thirds, walked_pairs
+from specdec.ops.recurrent.kimi.pairs_triton import coarse_pairs, fine_pairs, on_diagonal, sums_of, thirds, walked_pairs
 from specdec.ops.recurrent.shared_triton import EPS, log_decays, squares, strengths, unit_inverse
 
 
@@ -59,8 +59,10 @@ def kimi_nodes_kernel(
     q_MK, k_MK = tl.where(sound_M[:, None], q_MK, 0.0), tl.where(sound_M[:, None], k_MK, 0.0)
     decay_MK, beta_M = tl.where((sound_M & ok_M)[:, None], decay_MK, 0.0), tl.where(sound_M, beta_M, 0.0)
     if HALVINGS and CHAIN:
-        none_MM, mask_MM = tl.zeros([M, M], tl.float32), m[:, None] >= m[None, :]
-        qk_MM, kk_MM = halved_pairs(q_MK, k_MK, decay_MK, none_MM, none_MM, M, HALVINGS, False, PRECISION)
+        none, mask_MM = tl.zeros([M // 16, 16, 16], tl.float32), m[:, None] >= m[None, :]
+        qk, kk = fine_pairs(q_MK, k_MK, decay_MK, none, none, False, PRECISION)
+        qk_MM, kk_MM = on_diagonal(qk), on_diagonal(kk)
+        qk_MM, kk_MM = coarse_pairs(q_MK, k_MK, decay_MK, qk_MM, kk_MM, 4, HALVINGS, False, PRECISION)
     else:
         qk_MM, kk_MM, mask_MM = walked_pairs(q_MK, k_MK, decay_MK, parents_M, M, DEPTH)
     first, second, third = thirds(decay_MK, False)

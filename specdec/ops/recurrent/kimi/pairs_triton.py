@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from specdec.ops.recurrent.chunks.prepare_triton import halves
+from specdec.ops.recurrent.chunks.prepare_triton import halves, of_halves
 
 
 @triton.jit
@@ -43,23 +43,40 @@ def walked_pairs(q_NK, k_NK, decay_NK, parents_N, N: tl.constexpr, DEPTH: tl.con
 
 
 @triton.jit
-def halved_pairs(
-    q_NK, k_NK, decay_NK, qk_NN, kk_NN, N: tl.constexpr, HALVINGS: tl.constexpr, SHORT: tl.constexpr, PRECISION: tl.constexpr
-):  # fmt: skip
-    """(qk, kk), each with the products that these channels add, of a chain of 2^HALVINGS tokens or less; kk: of pairs alone.
+def fine_pairs(q_NK, k_NK, decay_NK, qk_PSS, kk_PSS, SHORT: tl.constexpr, PRECISION: tl.constexpr):
+    """(qk, kk), each with the products that these channels add inside of blocks of 16 of a chain; kk: of different tokens alone.
 
-    q, k: float32.  SHORT: products of two halves of 16 bits each.
+    q, k: float32.  SHORT: products of two halves of 16 bits each.  P blocks of S tokens.
     """
-    n = tl.arange(0, N)
-    i, j = n[:, None], n[None, :]
-    qk_NN += tl.where(i == j, tl.sum(q_NK * k_NK, 1)[:, None], 0.0)
+    P: tl.constexpr = qk_PSS.shape[0]
+    S: tl.constexpr = qk_PSS.shape[1]
+    K: tl.constexpr = q_NK.shape[1]
+    q_PSK, k_PSK, decay_PSK = tl.reshape(q_NK, [P, S, K]), tl.reshape(k_NK, [P, S, K]), tl.reshape(decay_NK, [P, S, K])
+    s = tl.arange(0, S)
+    i, j = s[:, None], s[None, :]
+    qk_PSS += tl.where((i == j)[None, :, :], tl.sum(q_PSK * k_PSK, 2)[:, :, None], 0.0)
+    first, second, third = thirds(decay_PSK, SHORT)
+    for step in range(4):
+        fades_SS, is_pair_SS = _of_level(step, i, j)
+        fades_PSS = tl.broadcast_to(fades_SS[None, :, :], [P, S, S])
+        less_PSK = tl.exp(sums_of(fades_PSS, first, second, third))
+        qk_step_PSS, kk_step_PSS = _products(q_PSK * less_PSK, k_PSK * less_PSK, SHORT, PRECISION)
+        qk_PSS += tl.where(is_pair_SS[None, :, :], qk_step_PSS, 0.0)
+        kk_PSS += tl.where(is_pair_SS[None, :, :], kk_step_PSS, 0.0)
+    return qk_PSS, kk_PSS
+
+
+@triton.jit
+def coarse_pairs(
+    q_NK, k_NK, decay_NK, qk_NN, kk_NN, FIRST: tl.constexpr, HALVINGS: tl.constexpr, SHORT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """(qk, kk), each with the products that these channels add between blocks of 2^FIRST tokens of a chain of 2^HALVINGS."""
+    n = tl.arange(0, q_NK.shape[0])
     first, second, third = thirds(decay_NK, SHORT)
-    for step in range(HALVINGS):
-        is_late_N = ((n >> step) & 1) == 1
-        # A late token fades from the border before its half on, an early one to the border behind its half.
-        fades_NN = ((i >> step) == (j >> step)) & ((is_late_N[:, None] & (j <= i)) | (j > i) & ~is_late_N[:, None])
+    for step in range(FIRST, HALVINGS):
+        fades_NN, is_pair_NN = _of_level(step, n[:, None], n[None, :])
         less_NK = tl.exp(sums_of(fades_NN, first, second, third))
-        is_pair_NN = ((i >> (step + 1)) == (j >> (step + 1))) & is_late_N[:, None] & ~is_late_N[None, :]
         qk_step_NN, kk_step_NN = _products(q_NK * less_NK, k_NK * less_NK, SHORT, PRECISION)
         qk_NN += tl.where(is_pair_NN, qk_step_NN, 0.0)
         kk_NN += tl.where(is_pair_NN, kk_step_NN, 0.0)
@@ -67,37 +84,63 @@ def halved_pairs(
 
 
 @triton.jit
-def _products(q_NK, k_NK, SHORT: tl.constexpr, PRECISION: tl.constexpr):
-    """(q k^T, k k^T)."""
-    if SHORT:
-        q_high, q_low = halves(q_NK)
-        k_high, k_low = halves(k_NK)
-        qk_NN = tl.dot(q_high, tl.trans(k_high), tl.dot(q_high, tl.trans(k_low), tl.dot(q_low, tl.trans(k_high))))
-        kk_NN = tl.dot(k_high, tl.trans(k_high), tl.dot(k_high, tl.trans(k_low), tl.dot(k_low, tl.trans(k_high))))
-    else:
-        qk_NN = tl.dot(q_NK, tl.trans(k_NK), input_precision=PRECISION)
-        kk_NN = tl.dot(k_NK, tl.trans(k_NK), input_precision=PRECISION)
-    return qk_NN, kk_NN
+def _of_level(step, i, j):
+    """(the tokens j whose decays fade token i on its way from or to its border, pairs that this border parts).
+
+    A late token fades from the border in front of its half on, an early one to the border behind its half.
+    """
+    is_late = ((i >> step) & 1) == 1
+    fades = ((i >> step) == (j >> step)) & tl.where(is_late, j <= i, j > i)
+    return fades, ((i >> (step + 1)) == (j >> (step + 1))) & is_late & (((j >> step) & 1) == 0)
 
 
 @triton.jit
-def thirds(x_NK, SHORT: tl.constexpr):
+def on_diagonal(x_PSS):
+    """A matrix of those blocks, and zeros beside them."""
+    P: tl.constexpr = x_PSS.shape[0]
+    S: tl.constexpr = x_PSS.shape[1]
+    r, c = tl.arange(0, P)[:, None, None, None], tl.arange(0, P)[None, None, :, None]
+    return tl.reshape(tl.where(r == c, x_PSS[:, :, None, :], 0.0), [P * S, P * S])
+
+
+@triton.jit
+def _products(q, k, SHORT: tl.constexpr, PRECISION: tl.constexpr):
+    """Of queries with keys, and of keys with keys."""
+    if SHORT:
+        q_high, q_low = halves(q)
+        k_high, k_low = halves(k)
+        turned_high, turned_low = _turned(k_high), _turned(k_low)
+        qk = of_halves(q_high, q_low, turned_high, turned_low)
+        kk = of_halves(k_high, k_low, turned_high, turned_low)
+    else:
+        qk = tl.dot(q, _turned(k), input_precision=PRECISION)
+        kk = tl.dot(k, _turned(k), input_precision=PRECISION)
+    return qk, kk
+
+
+@triton.jit
+def _turned(x):
+    return tl.trans(x) if len(x.shape) == 2 else tl.permute(x, (0, 2, 1))
+
+
+@triton.jit
+def thirds(x, SHORT: tl.constexpr):
     """x as the sum of three numbers that bf16 (SHORT) or tf32 hold exactly."""
     if SHORT:
-        high_NK = tl.fma(x_NK, -65536.0, tl.fma(x_NK, 65536.0, x_NK))  # Veltkamp's way: see `halves`
-        middle, low = halves(x_NK - high_NK)
-        high = high_NK.to(tl.bfloat16)
+        rounded = tl.fma(x, -65536.0, tl.fma(x, 65536.0, x))  # Veltkamp's way: see `halves`
+        middle, low = halves(x - rounded)
+        high = rounded.to(tl.bfloat16)
     else:
-        high = (x_NK.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)  # the bits that tf32 has
-        rest_NK = x_NK - high
-        middle = (rest_NK.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
-        low = rest_NK - middle
+        high = (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)  # the bits that tf32 has
+        rest = x - high
+        middle = (rest.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+        low = rest - middle
     return high, middle, low
 
 
 @triton.jit
-def sums_of(mask_NN, first, second, third):
+def sums_of(mask, first, second, third):
     """For each row of the mask the sum of those rows of what `thirds` gives, as exact as sums of float32 numbers are."""
-    ones_NN = mask_NN.to(first.dtype)
-    low_NK = tl.dot(ones_NN, second, tl.dot(ones_NN, third, input_precision="tf32"), input_precision="tf32")
-    return tl.dot(ones_NN, first, low_NK, input_precision="tf32")
+    ones = mask.to(first.dtype)
+    low = tl.dot(ones, second, tl.dot(ones, third, input_precision="tf32"), input_precision="tf32")
+    return tl.dot(ones, first, low, input_precision="tf32")
