@@ -47,7 +47,7 @@ RESERVED = 12 << 10  # bytes of shared memory beside the stages
 class KimiTiles(NamedTuple):
     """A program's columns of values, the rows of the state that it multiplies at once, its warps; warps of nodes_triton.py.
 
-    group: accepted nodes of the pending path that are read at once.
+    group: accepted nodes of the pending path that are read at once.  node_k: channels that nodes_triton.py works on at once.
     """
 
     block_v: int
@@ -55,6 +55,7 @@ class KimiTiles(NamedTuple):
     warps: int = 4
     node_warps: int = 4
     group: int = 2
+    node_k: int = 32
 
 
 class KimiChunkTiles(NamedTuple):
@@ -130,7 +131,7 @@ def launch_kimi_trees(
     kimi_nodes_kernel[(H, B)](
         *inputs, layer.k_LNGK, layer.decay_LNH, steps.write_B, steps.parents_BN, solved, *strides, of_memory[1], of_memory[3],
         DEPTH=depth, CHAIN=steps.is_chain, HALVINGS=M.bit_length() - 1 if depth > 7 else 0,
-        M=M, num_warps=tiles.node_warps, **sizes, **here,
+        M=M, BLOCK_K=min(K, tiles.node_k), num_warps=tiles.node_warps, **sizes, **here,
     )  # fmt: skip
     kimi_rule_kernel[(H * (V // block_v), B)](
         y_TC, solved, *memory, *numbers, out_THV, strides[0], *of_memory, E=E, V=V, GROUP=group, BLOCK_K=min(K, tiles.block_k),

@@ -18,35 +18,36 @@ import triton
 import triton.language as tl
 
 from specdec.ops.recurrent.chunks.prepare_triton import halves, of_halves
+from specdec.ops.recurrent.shared_triton import log_decays
 
 
 @triton.jit
-def walked_pairs(q_NK, k_NK, decay_NK, parents_N, N: tl.constexpr, DEPTH: tl.constexpr):
-    """(products of queries with keys [N, N], of keys with keys, whether node j is i or above i) of a tree.  All in float32.
+def walked_pairs(q_NK, k_NK, decay_NK, parents_N, qk_NN, kk_NN, N: tl.constexpr, DEPTH: tl.constexpr):
+    """(qk, kk), each with the products that these channels add, and whether node j is i or above i [N, N], of a tree.
 
-    parents_N: int32; the root's own is the root.
+    kk: of different nodes alone.  All in float32.  parents_N: int32; the root's own is the root.
     """
     n = tl.arange(0, N)
     mask_NN, at_N = n[:, None] == n[None, :], n
-    qk_NN = tl.where(mask_NN, tl.sum(q_NK * k_NK, 1)[:, None], 0.0)
-    kk_NN, below_N, seen_NK = tl.zeros([N, N], tl.float32), n >= 0, k_NK
+    qk_NN += tl.where(mask_NN, tl.sum(q_NK * k_NK, 1)[:, None], 0.0)
+    below_N, seen_NK = n >= 0, k_NK
     less_NK, rows_NK = tl.exp(decay_NK), parents_N[:, None] + tl.zeros_like(decay_NK).to(tl.int32)
     for _ in range(DEPTH):
         below_N = below_N & (at_N != 0)
         at_N = tl.gather(parents_N, at_N, 0)
         seen_NK = tl.gather(seen_NK, rows_NK, 0) * less_NK
         here_NN = below_N[:, None] & (at_N[:, None] == n[None, :])
-        qk_NN = tl.where(here_NN, tl.sum(q_NK * seen_NK, 1)[:, None], qk_NN)
-        kk_NN = tl.where(here_NN, tl.sum(k_NK * seen_NK, 1)[:, None], kk_NN)
+        qk_NN += tl.where(here_NN, tl.sum(q_NK * seen_NK, 1)[:, None], 0.0)
+        kk_NN += tl.where(here_NN, tl.sum(k_NK * seen_NK, 1)[:, None], 0.0)
         mask_NN = mask_NN | here_NN
     return qk_NN, kk_NN, mask_NN
 
 
 @triton.jit
 def fine_pairs(q_NK, k_NK, decay_NK, qk_PSS, kk_PSS, SHORT: tl.constexpr, PRECISION: tl.constexpr):
-    """(qk, kk), each with the products that these channels add inside of blocks of 16 of a chain; kk: of different tokens alone.
+    """(qk, kk), each with the products that these channels add inside of blocks of 16 tokens of a chain.
 
-    q, k: float32.  SHORT: products of two halves of 16 bits each.  P blocks of S tokens.
+    kk: of different tokens alone.  q, k: float32.  SHORT: products of two halves of 16 bits each.  P blocks of S tokens.
     """
     P: tl.constexpr = qk_PSS.shape[0]
     S: tl.constexpr = qk_PSS.shape[1]
@@ -141,6 +142,16 @@ def thirds(x, SHORT: tl.constexpr):
 @triton.jit
 def sums_of(mask, first, second, third):
     """For each row of the mask the sum of those rows of what `thirds` gives, as exact as sums of float32 numbers are."""
-    ones = mask.to(first.dtype)
+    ones = tl.where(mask, 1.0, 0.0).to(first.dtype)
     low = tl.dot(ones, second, tl.dot(ones, third, input_precision="tf32"), input_precision="tf32")
     return tl.dot(ones, first, low, input_precision="tf32")
+
+
+@triton.jit
+def tokens_channels(from_q_N, from_a_N, dt_bias, A_log, channel_K, ok_N, to_keys: tl.constexpr):
+    """(queries, keys, log-decays) of some channels, in float32; zeros of padding."""
+    ok_N1 = ok_N[:, None]
+    q_NK = tl.load(from_q_N[:, None] + channel_K[None, :], mask=ok_N1, other=0.0).to(tl.float32)
+    k_NK = tl.load(from_q_N[:, None] + to_keys + channel_K[None, :], mask=ok_N1, other=0.0).to(tl.float32)
+    a_NK = tl.load(from_a_N[:, None] + channel_K[None, :], mask=ok_N1, other=0.0)
+    return q_NK, k_NK, tl.where(ok_N1, log_decays(a_NK, A_log, dt_bias + channel_K[None, :]), 0.0)

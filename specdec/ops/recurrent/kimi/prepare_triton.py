@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 
 from specdec.ops.recurrent.chunks.prepare_triton import block_inverse, halves, of_halves, tokens_of_block
-from specdec.ops.recurrent.kimi.pairs_triton import coarse_pairs, fine_pairs, on_diagonal, sums_of, thirds
-from specdec.ops.recurrent.shared_triton import EPS, log_decays, squares, strengths
+from specdec.ops.recurrent.kimi.pairs_triton import coarse_pairs, fine_pairs, on_diagonal, sums_of, thirds, tokens_channels
+from specdec.ops.recurrent.shared_triton import EPS, squares, strengths
 
 
 @triton.jit(do_not_specialize=["B"])
@@ -47,7 +47,7 @@ def kimi_prepare_kernel(
     qk_NN, kk_NN = tl.zeros([BLOCK_N, BLOCK_N], tl.float32), tl.zeros([BLOCK_N, BLOCK_N], tl.float32)
     q_squares, k_squares = tl.zeros([BLOCK_N], tl.float32), tl.zeros([BLOCK_N], tl.float32)
     for first in range(0, K, BLOCK_K):
-        q_NK, k_NK, decay_NK = _channels(from_y, from_a, from_bias, A_log + h, first + k, ok_N, H * K)
+        q_NK, k_NK, decay_NK = tokens_channels(from_y, from_a, from_bias, A_log + h, first + k, ok_N, H * K)
         q_squares += squares(q_NK)
         k_squares += squares(k_NK)
         fine_qk, fine_kk = fine_pairs(q_NK, k_NK, decay_NK, fine_qk, fine_kk, is_short, PRECISION)
@@ -59,7 +59,7 @@ def kimi_prepare_kernel(
     tl.store(reads + own_N[:, None] * BLOCK_N + j, qk_NN.to(reads.dtype.element_ty), mask=ok_N[:, None])
     solved_NN = block_inverse(kk_NN, BLOCK_N, LOG_N, PRECISION, is_short) * beta_N[None, :]
     for first in range(0, K, BLOCK_K):
-        q_NK, k_NK, decay_NK = _channels(from_y, from_a, from_bias, A_log + h, first + k, ok_N, H * K)
+        q_NK, k_NK, decay_NK = tokens_channels(from_y, from_a, from_bias, A_log + h, first + k, ok_N, H * K)
         high, middle, low = thirds(decay_NK, is_short)
         faded_NK, to_NK = tl.exp(sums_of(i >= j, high, middle, low)), own_N[:, None] * K + (first + k)[None, :]
         k_NK *= k_length[:, None]
@@ -78,16 +78,6 @@ def kimi_prepare_kernel(
         else:
             v_NV = tl.dot(solved_NN, v_NV.to(tl.float32), input_precision=PRECISION)
         tl.store(values + own_N[:, None] * V + v[None, :], v_NV, mask=ok_N[:, None])
-
-
-@triton.jit
-def _channels(from_q_N, from_a_N, dt_bias, A_log, channel_K, ok_N, to_keys: tl.constexpr):
-    """(queries, keys, log-decays) of some channels, in float32; zeros of padding."""
-    ok_N1 = ok_N[:, None]
-    q_NK = tl.load(from_q_N[:, None] + channel_K[None, :], mask=ok_N1, other=0.0).to(tl.float32)
-    k_NK = tl.load(from_q_N[:, None] + to_keys + channel_K[None, :], mask=ok_N1, other=0.0).to(tl.float32)
-    a_NK = tl.load(from_a_N[:, None] + channel_K[None, :], mask=ok_N1, other=0.0)
-    return q_NK, k_NK, tl.where(ok_N1, log_decays(a_NK, A_log, dt_bias + channel_K[None, :]), 0.0)
 
 
 @triton.jit
