@@ -154,4 +154,5 @@ def tokens_channels(from_q_N, from_a_N, dt_bias, A_log, channel_K, ok_N, to_keys
     q_NK = tl.load(from_q_N[:, None] + channel_K[None, :], mask=ok_N1, other=0.0).to(tl.float32)
     k_NK = tl.load(from_q_N[:, None] + to_keys + channel_K[None, :], mask=ok_N1, other=0.0).to(tl.float32)
     a_NK = tl.load(from_a_N[:, None] + channel_K[None, :], mask=ok_N1, other=0.0)
-    return q_NK, k_NK, tl.where(ok_N1, log_decays(a_NK, A_log, dt_bias + channel_K[None, :]), 0.0)
+    decay_NK = log_decays(a_NK, tl.load(A_log), tl.load(dt_bias + channel_K)[None, :])
+    return q_NK, k_NK, tl.where(ok_N1, decay_NK, 0.0)

@@ -44,7 +44,7 @@ def kimi_step_kernel(
     y += row * stride_y + h * K
     q_K, k_K = tl.load(y + k).to(tl.float32), tl.load(y + H * K + k).to(tl.float32)
     v_V = tl.load(y - h * K + 2 * H * K + h * V + v).to(tl.float32)
-    decay_K = log_decays(tl.load(a + row * stride_a + h * K + k), A_log + h, dt_bias + h * K + k)
+    decay_K = log_decays(tl.load(a + row * stride_a + h * K + k), tl.load(A_log + h), tl.load(dt_bias + h * K + k))
     beta = strengths(tl.load(b + row * stride_b + h))
     tiles = add_kimi_path(kimi_faded(raw, last, 1), decays, added, keys, last, 1, GROUP)
     if E > GROUP:
