@@ -74,13 +74,18 @@ class KimiChunkTiles(NamedTuple):
 HOPPER, ELSEWHERE, WIDE = KimiChunkTiles(), KimiChunkTiles(32, 32, 4, 2), KimiChunkTiles(32, 32, 8, 1, 8)
 
 
-def kimi_tiles(nodes: int) -> KimiTiles:
-    """Of trees of so many nodes."""
+def kimi_tiles(sequences: int, nodes: int, heads: int) -> KimiTiles:
+    """Few were tried on an H200, of 1 and 32 sequences with 1, 6 and 32 nodes; those of more nodes were timed by nobody."""
+    crowded = sequences * heads > 132  # programs of nodes_triton.py, for as many SMs
     if nodes == 1:
-        return KimiTiles(32, warps=2)
+        return KimiTiles(64, warps=4) if crowded else KimiTiles(32, warps=2)
+    if nodes <= 8:
+        return KimiTiles(64, 64, 4, 4, 3, 64) if crowded else KimiTiles(32, 64, 4, 8, 3, 128)
     if nodes <= 16:
-        return KimiTiles(32, 32, 2, 4)
-    return KimiTiles(32, 64, 4, 4) if nodes <= 32 else KimiTiles(32, 32, 8, 8)
+        return KimiTiles(32, 64, 4, 2) if crowded else KimiTiles(32, 64, 4, 4, 2, 64)
+    if nodes <= 32:
+        return KimiTiles(64, 64, 4, 4) if crowded else KimiTiles(32, 32, 4, 8, 3, 64)
+    return KimiTiles(32, 32, 8, 8)
 
 
 def kimi_chunk_tiles(y_TC: Tensor, width: int) -> KimiChunkTiles:
@@ -111,7 +116,7 @@ def launch_kimi_trees(
     assert len(y_TC) == B * N and N <= layer.k_LNGK.shape[1]
     for left, width in ((layer.k_LNGK, K), (layer.u_LNHV, V), (layer.decay_LNH, K)):
         assert left.dtype == torch.float32 and left[0].is_contiguous() and left.shape[2:] == (H, width)
-    out_THV, tiles = y_TC.new_empty(B * N, H, V), tiles or kimi_tiles(N)
+    out_THV, tiles = y_TC.new_empty(B * N, H, V), tiles or kimi_tiles(B, N, H)
     if not B:
         return out_THV
     block_v, group, here = min(V, tiles.block_v), min(E, tiles.group), chained(y_TC.device)
