@@ -129,6 +129,7 @@ def test_every_instant_of_a_trace_is_counted_once() -> None:
         ("silu_mul_kernel", NORM),
         ("gated_norm_kernel", RECURRENT),
         ("chunk_scan_kernel", RECURRENT),
+        ("kimi_scan_kernel", RECURRENT),
         ("quantised_experts_kernel", GEMM),
         ("few_down_kernel", GEMM),
         ("Memset (Device)", COPY),

@@ -152,7 +152,7 @@ GROUPS = (
         "late",
         "The convolution in front triggers late, so what stood before it is complete; states and what nodes left were written "
         "a round ago, under other numbers than those that tree_nodes writes in front of tree_rule. What comes next waits for a "
-        "complete convolution, too, and chunk_scan for what chunk_prepare leaves; so it is with Mamba-2's rule.",
+        "complete convolution, too, and chunk_scan for what chunk_prepare leaves; so it is with Mamba-2's rule and Kimi's.",
         "ssd_prepare ssd_scan",
         {
             "ssd_step": "count decay_left k_left path read state u_left",
@@ -160,6 +160,11 @@ GROUPS = (
             "chunk_prepare": "",
             "chunk_scan": "",
             "tree_nodes": "parents",
+            "kimi_nodes": "parents",
+            "kimi_prepare": "",
+            "kimi_rule": "count decay_left k_left path read state u_left",
+            "kimi_scan": "",
+            "kimi_step": "count decay_left k_left path read state u_left",
             "step_rule": "count decay_left k_left path read state u_left",
             "tree_rule": "count decay_left k_left path read state u_left",
             "tree_rule_hopper": "A_log count decay_left dt_bias k_left parents path read state u_left",

@@ -11,6 +11,7 @@ from toolkit.sanitize.explained import ROOMS
 ROUTED = "tests/ops/products/experts/test_routed.py"
 RULE = "tests/ops/recurrent/test_rule_triton.py"
 SSD = "tests/ops/recurrent/test_ssd_triton.py"
+KIMI = "tests/ops/recurrent/test_kimi_triton.py"
 
 CHOSEN: dict[str, list[str]] = {
     # ops
@@ -99,6 +100,11 @@ CHOSEN: dict[str, list[str]] = {
     ],
     "ssd_prepare_kernel": [f"{SSD}::test_parts_equal_the_definition[blocks of 32]"],
     "ssd_scan_kernel": [],
+    "kimi_step_kernel": [f"{KIMI}::test_trees_equal_the_definition[sizes1-1-chain-6-dtype1]"],
+    "kimi_nodes_kernel": [f"{KIMI}::test_trees_equal_the_definition[sizes4-32-chain-2-dtype4]"],
+    "kimi_rule_kernel": [f"{KIMI}::test_trees_equal_the_definition[sizes3-7-tree-6-dtype3]"],
+    "kimi_prepare_kernel": [f"{KIMI}::test_parts_equal_the_definition[blocks of 32]"],
+    "kimi_scan_kernel": [],
     "gated_norm_kernel": [
         "tests/ops/recurrent/test_gated_norm.py::test_a_norm_with_its_gate_is_transformers_[torch.float16-1-5-48]"
     ],
