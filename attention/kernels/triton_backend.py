@@ -25,7 +25,7 @@ from specdec.attention.kernels.hopper_tiles import hopper_tiles
 from specdec.attention.kernels.paged_triton import paged_attention_kernel
 from specdec.attention.kernels.rope_store_triton import StoredView, launch_rope, launch_rope_store
 from specdec.attention.kernels.suffix_triton import suffix_merge_kernel
-from specdec.attention.kernels.tiles_triton import PagedTiles, chunk_for, padded, paged_tiles, programs_at_once, splits_for
+from specdec.attention.kernels.tiles_triton import PagedTiles, merge_tiles, padded, paged_tiles, programs_at_once, splits_for
 from specdec.attention.kernels.triton_plan import TritonPlan
 from specdec.attention.kinds import PLAIN, Scoring
 from specdec.attention.latent.mla_launch import attend_latent, merge_suffix
@@ -262,21 +262,21 @@ def launch_suffix_merge(
     K, E = k.shape[1], v.shape[2]
     groups = K if suffix else H  # a merge alone shares no keys between heads: one program a head
     padded_group = triton.next_power_of_2(H // groups)
+    columns, chunk = merge_tiles(T * groups, splits, padded_group, E)
     table, lens = (suffix.pages.table, suffix.cache_seqlens) if suffix else (partial.lse_TH, partial.lse_TH)
     starts_T, positions_T = (suffix.starts_T, positions_for(scoring, suffix)) if suffix else (None, None)
     out, lse = whole or state
     assert out.stride(2) == 1 and table.stride(-1) == 1 and (sinks_H is None or sinks_H.is_contiguous())
     # One warp a program: reductions then need no barrier, and many programs fit an SM.
-    suffix_merge_kernel[(T, groups)](
+    suffix_merge_kernel[(T, groups, padded(E) // columns)](
         q_THD, k, view.scales, table, lens, lens if starts_T is None else starts_T,
         *((lens, lse) if positions_T is None else (positions_T, scoring.slopes_H)), lse if sinks_H is None else sinks_H,
         partial.out_THD, partial.lse_TH, out, lse, state.out_THD, state.lse_TH,
         *factors(scoring, D), *q_THD.stride()[:2], *strides_of(k, v), table.stride(0), splits,
         *out.stride()[:2], *lse.stride(),
         KV_HEADS=groups, GROUP=H // groups, PADDED_GROUP=padded_group, HEAD_DIM=k.shape[2],
-        PADDED_DIM=padded(k.shape[2]), VALUE_DIM=E, PADDED_VALUE=padded(E),
-        KEY_PARTS=k.shape[2] // D, BLOCK_N=16,
-        CHUNK=chunk_for(splits, padded_group * padded(E)), HAS_SUFFIX=suffix is not None, HAS_SINKS=sinks_H is not None,
+        PADDED_DIM=padded(k.shape[2]), VALUE_DIM=E, COLUMNS=columns,
+        KEY_PARTS=k.shape[2] // D, BLOCK_N=16, CHUNK=chunk, HAS_SUFFIX=suffix is not None, HAS_SINKS=sinks_H is not None,
         HAS_STARTS=starts_T is not None, ALIBI=alibi_of(scoring) if suffix else "", SOFTCAP=scoring.softcap is not None,
         QUANT=view.quant if suffix else "", INT8_QUERIES=suffix is not None and view.int8_queries,
         HAS_WHOLE=whole is not None, LEFT_FILLED=left_filled,
