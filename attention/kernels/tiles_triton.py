@@ -134,6 +134,17 @@ def _of_many_rows(wanted: int, D: int, block_n: int, causal: bool, waves: float,
 
 
 @lru_cache
+def single_query_tiles(group: int, D: int, itemsize: int, waves: float, max_keys: int) -> PagedTiles | None:
+    """Tiles of single_query_triton.py; the names are those of `paged_tiles`, and `group` is heads of a kv head.
+
+    None: with more rows or keys, each split reads several blocks, and others read them faster.
+    """
+    if group > 16 or waves > 0.1 or max_keys > SHORT:
+        return None
+    return PagedTiles(16, max(16, min(64, 64 * 256 // (padded(D) * itemsize))), 4, 2, min_split_keys=64)
+
+
+@lru_cache
 def splits_for(programs_per_split: int, max_keys: int, min_split_keys: int, programs: int) -> int:
     """The number of splits that fills the GPU, with at least `min_split_keys` keys a split; of those that fill it
     about equally, the fewest.

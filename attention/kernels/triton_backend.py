@@ -24,8 +24,17 @@ from specdec.attention.caches.layout import CachedHeads, HeadsView, KVView
 from specdec.attention.kernels.hopper_tiles import hopper_tiles
 from specdec.attention.kernels.paged_triton import paged_attention_kernel
 from specdec.attention.kernels.rope_store_triton import StoredView, launch_rope, launch_rope_store
+from specdec.attention.kernels.single_query_triton import launch_single_query, reads_own_key_last
 from specdec.attention.kernels.suffix_triton import suffix_merge_kernel
-from specdec.attention.kernels.tiles_triton import PagedTiles, merge_tiles, padded, paged_tiles, programs_at_once, splits_for
+from specdec.attention.kernels.tiles_triton import (
+    PagedTiles,
+    merge_tiles,
+    padded,
+    paged_tiles,
+    programs_at_once,
+    single_query_tiles,
+    splits_for,
+)
 from specdec.attention.kernels.triton_plan import TritonPlan
 from specdec.attention.kinds import PLAIN, Scoring
 from specdec.attention.latent.mla_launch import attend_latent, merge_suffix
@@ -57,6 +66,26 @@ class TritonBackend(Backend):
     def store(self, view: HeadsView, qkv_TXD: Tensor, slots_T: Tensor, prep: HeadPrep) -> Tensor:
         assert isinstance(view, StoredView)
         return launch_rope_store(qkv_TXD, view, slots_T, prep, self.numerics)
+
+    def store_and_attend(
+        self, view: HeadsView, qkv_TXD: Tensor, slots_T: Tensor, prep: HeadPrep, prepared: TritonPlan, scoring: Scoring = PLAIN
+    ) -> AttentionState | None:
+        (T, X, D), K, paged = qkv_TXD.shape, prep.num_kv_heads, prepared.segments
+        if not T or prepared.suffix is not None or len(paged) != 1 or self.numerics.is_invariant:
+            return None
+        (segment,), q_THD = paged, qkv_TXD[:, : X - 2 * K]
+        if not (isinstance(view, MHAView) and reads_own_key_last(segment) and scoring.slopes_H is None and qkv_TXD.stride(2) == 1):
+            return None
+        programs = self.programs or programs_at_once(q_THD.device)
+        tiles = single_query_tiles((X - 2 * K) // K, D, qkv_TXD.itemsize, T * K / programs, segment.max_keys)
+        if tiles is None or not self.partial_splits(q_THD, view, segment, scoring):  # or a library reads the segment
+            return None
+        splits = splits_for(T * K, segment.max_keys, tiles.min_split_keys, programs)
+        state = AttentionState.empty(q_THD.shape, q_THD.dtype, q_THD.device)
+        partial = prepared.scratch(*q_THD.shape[:2], splits, D, q_THD.device)
+        launch_single_query(qkv_TXD, view, slots_T, prep, segment, scoring, *partial, tiles)
+        launch_suffix_merge(q_THD, view, None, scoring, partial, None, state, segment.starts_T is None, scoring.sinks_H)
+        return state
 
     def rotate(self, q_TQD: Tensor, prep: HeadPrep) -> Tensor:
         return launch_rope(q_TQD, prep, self.numerics)

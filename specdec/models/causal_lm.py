@@ -63,11 +63,8 @@ class PreNormLayer(nn.Module):
         """
         attended = self.self_attn(normed_TH, rotation, attn, layer, rows_R)
         x = x_TH if rows_R is None else select_rows(x_TH, rows_R)
-        norm, adds_up = self.post_attention_layernorm, self.norm_follows and isinstance(self.mlp, MLP | MixtureOfExperts)
-        if adds_up and isinstance(self.mlp, MixtureOfExperts) and self.mlp.norms(x):
-            unnormed = norm.later(x, attended)
-            return unnormed.total_TH, self.mlp(unnormed, partials=True)
-        x, normed = norm.add(x, attended)
+        x, normed = self.post_attention_layernorm.add(x, attended)
+        adds_up = self.norm_follows and isinstance(self.mlp, MLP | MixtureOfExperts)
         return x, self.mlp(normed, partials=True) if adds_up else self.mlp(normed)
 
 

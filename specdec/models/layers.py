@@ -19,7 +19,7 @@ from specdec.models.config import ModelConfig, RopeConfig
 from specdec.models.linear import Linear
 from specdec.models.making import made_now, new_weight
 from specdec.models.yarn import YarnRope, yarn_frequencies
-from specdec.ops.norm import Unnormed, add_rms_norm, embed_rms_norm, rms_norm
+from specdec.ops.norm import add_rms_norm, embed_rms_norm, rms_norm
 from specdec.ops.products.partials import Partials
 from specdec.ops.rope import HeadPrep, Rotation, rotary_table
 from specdec.parallel.group import ALONE, Group
@@ -67,11 +67,6 @@ class RMSNorm(nn.Module):
             assert self.group.size == 1, "ranks exchange sums"
             return add_rms_norm(x_TH, delta_TH, self.weight, self.eps, out_TH, below_CH)
         return self.group.all_reduce_add_rms_norm(x_TH, delta_TH, self.weight, self.eps, out_TH, below_CH)
-
-    def later(self, x_TH: Tensor, delta_TH: Tensor | Partials) -> Unnormed:
-        """What `add` does, for a kernel that does it beside its own work."""
-        assert self.group.size == 1, "ranks exchange sums"
-        return Unnormed.of(x_TH, delta_TH, self.weight, self.eps)
 
     def embed(self, ids_T: Tensor, table_VH: Tensor, below_CH: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The pair (embeddings of the ids (int64), their norm), each [T, H].  below_CH: as of `add`."""

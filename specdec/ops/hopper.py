@@ -38,15 +38,6 @@ def gdc_launch_dependents():
 
 
 @gluon.jit
-def prefetch(at, ok):
-    """Asks L2 for the 128 bytes around each address, and returns at once."""
-    gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
-        "=r,l,r", [at, ok.to(gl.int32)], gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
 def copy_rows(to, base_R, ok_R, COLUMNS: gl.constexpr, layout: gl.constexpr):
     """Copies rows of COLUMNS values that start at base_R.  Rows that are not ok become zeros: what lies there may be NaN."""
     c = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))

@@ -11,7 +11,6 @@ Shapes: T tokens, H hidden, V vocabulary, C rows below, X width of a row, P of i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,38 +19,6 @@ from torch import Tensor
 from specdec.ops.launch import use_kernels
 from specdec.ops.operator import define, use_operator
 from specdec.ops.products.partials import Partials
-
-
-class Unnormed(NamedTuple):
-    """`add_rms_norm` that a later kernel does beside its own work, of x and delta [T, H], whose rows may be strided.
-
-    total_TH, normed_TH: memory for the two results, contiguous.
-    """
-
-    x_TH: Tensor
-    delta_TH: Tensor | Partials
-    weight_H: Tensor
-    eps: float
-    total_TH: Tensor
-    normed_TH: Tensor
-
-    @classmethod
-    def of(cls, x_TH: Tensor, delta_TH: Tensor | Partials, weight_H: Tensor, eps: float) -> Unnormed:
-        T, H = x_TH.shape
-        assert (delta_TH.sums_SMN.shape[1:] if isinstance(delta_TH, Partials) else delta_TH.shape) == (T, H)
-        assert delta_TH.dtype == x_TH.dtype and x_TH.stride(1) == 1 and weight_H.shape == (H,) and weight_H.is_contiguous()
-        return cls(x_TH, delta_TH, weight_H, eps, x_TH.new_empty(T, H), x_TH.new_empty(T, H))
-
-    @property
-    def sums_STH(self) -> Tensor:
-        """Delta as its splits."""
-        delta_TH = self.delta_TH
-        return delta_TH.sums_SMN if isinstance(delta_TH, Partials) else delta_TH[None]
-
-    @property
-    def outputs(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The norm's weight, and the memory for both results."""
-        return self.weight_H, self.total_TH, self.normed_TH
 
 
 def rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:

@@ -20,7 +20,6 @@ from specdec.models.mixtures.live import live_now
 from specdec.models.mixtures.products import SharedMLP, mixture
 from specdec.models.mixtures.router import Router
 from specdec.models.mixtures.rules import ExpertsConfig
-from specdec.ops.norm import Unnormed
 from specdec.ops.operator import is_traced
 from specdec.ops.products.experts import Form
 from specdec.ops.products.own_pairs import Kept
@@ -51,17 +50,11 @@ class MixtureOfExperts(nn.Module):
         self.down_bias_EH = new_weight(len(held), H) if experts.biased and self.within.rank == 0 else None
         self.shared = MLP(replace(config, intermediate_size=experts.shared_size)) if experts.shared_size else None
 
-    def norms(self, x_TH: Tensor) -> bool:
-        """Whether `forward` can take rows like x before their norm."""
-        return self.is_alone and self.router.norms(x_TH)
-
-    def forward(self, x_TH: Tensor | Unnormed, partials: bool = False) -> Tensor | Partials:
-        """x_TH: as of Router.  partials: as of MLP.  Ranks that share the layer get sums."""
-        given_TH, experts = x_TH, self.experts
-        x_TH = x_TH if isinstance(x_TH, Tensor) else x_TH.normed_TH  # which the router writes
-        live = None if is_traced(x_TH) else live_now()
+    def forward(self, x_TH: Tensor, partials: bool = False) -> Tensor | Partials:
+        """partials: as of MLP.  Ranks that share the layer get sums."""
+        live, experts = None if is_traced(x_TH) else live_now(), self.experts
         skips = experts.own is not None or live is not None
-        topk_weights_TK, topk_ids_TK, shared_T1 = self.router(given_TH, Kept(experts.held, live) if skips else None)
+        topk_weights_TK, topk_ids_TK, shared_T1 = self.router(x_TH, Kept(experts.held, live) if skips else None)
         if self.watch is not None:
             self.watch(topk_ids_TK)
         stacks, numerics = (self.gate_up_proj, self.down_proj), self.router.numerics

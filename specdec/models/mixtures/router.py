@@ -13,11 +13,9 @@ from torch import Tensor, nn
 from specdec.models.linear import Multiplying
 from specdec.models.making import made_now, new_weight
 from specdec.models.mixtures.rules import ExpertsConfig
-from specdec.ops.norm import Unnormed
 from specdec.ops.products.own_pairs import Kept, own_pairs
 from specdec.ops.products.routing import RouterWeights, choose, routed, router_tiles
 from specdec.ops.products.stacked import each_linear
-from specdec.ops.products.tiles.experts import RouterTiles
 
 
 class Router(Multiplying):
@@ -36,27 +34,15 @@ class Router(Multiplying):
         self.bias_E = _float32(config.count) if config.router.biased else None
         self.correction_E = _float32(config.count) if config.router.corrected else None
 
-    @property
-    def weights(self) -> RouterWeights:
-        return RouterWeights(self.weight, self.bias_E, self.correction_E)
-
-    def norms(self, x_TH: Tensor) -> bool:
-        """Whether `forward` can take rows like x before their norm."""
-        tiles = router_tiles(x_TH, self.weights, self.count, self.numerics)
-        return isinstance(tiles, RouterTiles) and tiles.norms
-
-    def forward(self, x_TH: Tensor | Unnormed, kept: Kept | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+    def forward(self, x_TH: Tensor, kept: Kept | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
         """The triple (topk_weights [T, K] in float32 or a wider type, topk_ids [T, K] int64, [T, 1]: what weighs the shared
         experts; None: nothing does).
 
-        x_TH: unnormed only where `norms` says so; its results are then written.
         kept: which pairs are not skipped, as `own_pairs` skips them; None: none is.
         """
-        weights, in_order = self.weights, self.numerics.is_invariant
-        like_TH = x_TH if isinstance(x_TH, Tensor) else x_TH.x_TH
-        if (tiles := router_tiles(like_TH, weights, self.count, self.numerics)) is not None:
+        weights, in_order = RouterWeights(self.weight, self.bias_E, self.correction_E), self.numerics.is_invariant
+        if (tiles := router_tiles(x_TH, weights, self.count, self.numerics)) is not None:
             return routed(x_TH, weights, self.rule, self.count, tiles, kept)
-        assert isinstance(x_TH, Tensor)
         logits_TL = self._logits(x_TH, in_order)
         shared_T1 = logits_TL[:, self.count :].sigmoid() if logits_TL.shape[1] > self.count else None
         chosen = choose(logits_TL[:, : self.count], self.rule, self.correction_E, in_order)

@@ -205,14 +205,14 @@ def few_tokens_experts(
         from specdec.ops.products.kernels.quantised.few_hopper import launch_few_down_hopper, launch_few_gate_up_hopper
 
         assert isinstance(experts, QuantisedExperts) and not isinstance(shared, SharedExperts)
-        gated = launch_few_gate_up_hopper(x_TH, *experts, *chosen, tiles.gate_up)
+        gated = launch_few_gate_up_hopper(x_TH, experts.gate_up, experts.form, *chosen, tiles.gate_up)
         splits = partials and tiles.down.splits > 1
         sums = launch_few_down_hopper(gated, experts.down, experts.form, *chosen, tiles.down, shared, splits)
     else:
         from specdec.ops.products.kernels.experts.few_tokens_triton import launch_few_down, launch_few_gate_up
 
         beside = shared if isinstance(shared, SharedExperts) else None
-        gated = launch_few_gate_up(x_TH, *experts, *chosen, tiles.gate_up, beside)
+        gated = launch_few_gate_up(x_TH, experts.gate_up, experts.form, *chosen, tiles.gate_up, beside)
         sums = launch_few_down(gated, experts.down, experts.form, *chosen, tiles.down, shared, partials)
     return Partials(sums, x_TH.dtype) if sums.dim() == 3 else sums
 

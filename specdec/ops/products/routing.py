@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from specdec.ops.launch import use_kernels
-from specdec.ops.norm import Unnormed
 from specdec.ops.products.numerics import Numerics
 from specdec.ops.products.own_pairs import Kept
 from specdec.ops.products.tiles.experts import ManyRouterTiles, RouterTiles
@@ -64,19 +63,17 @@ class RouterWeights(NamedTuple):
 
 
 def routed(
-    x_TH: Tensor | Unnormed, router: RouterWeights, rule: RouterRule, experts: int, tiles: RouterTiles | ManyRouterTiles,
+    x_TH: Tensor, router: RouterWeights, rule: RouterRule, experts: int, tiles: RouterTiles | ManyRouterTiles,
     kept: Kept | None = None,
 ) -> Routed:  # fmt: skip
     """(topk_weights [T, K] float32, topk_ids [T, K] int64, what weighs the shared experts [T, 1] float32 or None).
 
-    x_TH: of RouterTiles it may still be unnormed, and its results are then written too.
     kept: what `own_pairs` does afterwards; None: nothing.
     One launch.  Logits are summed in float32.  Ties go to the lower index.  Where logits are NaN, ids are still experts'.
     """
     if isinstance(tiles, ManyRouterTiles):
         from specdec.ops.products.kernels.experts.router_many_triton import launch_router_many
 
-        assert isinstance(x_TH, Tensor)
         return launch_router_many(x_TH, router, rule, experts, tiles, kept)
     from specdec.ops.products.kernels.experts.router_triton import launch_router
 

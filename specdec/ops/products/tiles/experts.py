@@ -16,8 +16,6 @@ ExpertsKind = Kind | Literal["dense"]
 ExpertsKernel = Literal["mixture_triton", "few_tokens_triton", "few_hopper"]
 # Up to so many tokens router_triton.py chooses experts, and router_many_triton.py for more.
 MOST_ROUTED = 256
-# Up to so many tokens it norms them, too: each of its programs adds up all columns of a token.
-MOST_NORMED = 8
 # Up to so many tokens few_tokens_triton.py multiplies with experts of these kinds; beyond them, and with other kinds, the other
 # kernels or a library are faster.  Measured on an H200 by benchmarks products.few_tokens.
 MOST_TOKENS: dict[ExpertsKind, int] = {"dense": 64, "e4m3": 8, "int4": 8}
@@ -36,14 +34,12 @@ class RouterTiles(NamedTuple):
     """What one program of router_triton.py works on: tokens, rows and columns of the weight.  warps: Triton's.
 
     block_k: columns of 16 bits; half as many of 32.  A warp chooses a token's experts: more tokens than warps take turns.
-    norms: whether the kernel does the work of the norm in front, too.  block_m is 1 then.
     """
 
     block_m: int
     block_n: int
     block_k: int
     warps: int
-    norms: bool = False
 
 
 class ManyRouterTiles(NamedTuple):
@@ -68,7 +64,6 @@ class ExpertTiles(NamedTuple):
     slices: of a row's columns, which a program's warps share instead of the rows; more than one are as many as warps.
     prefetch: bytes of each row that few_tokens_triton.py asks for before its wait: of shared experts in the first product, and
         of a single token's in the second one.
-    ahead: bytes of the second product's weight that a program of the first one asks for at its end, a power of two; 0: none.
     """
 
     block_m: int
@@ -79,7 +74,6 @@ class ExpertTiles(NamedTuple):
     splits: int = 1
     slices: int = 1
     prefetch: int = 512
-    ahead: int = 0
 
 
 class MixtureTiles(NamedTuple):
@@ -142,8 +136,7 @@ def router_tiles(tokens: int, experts: int) -> RouterTiles | ManyRouterTiles:
         return many_router_tiles(tokens, experts)
     if tokens > 64:
         return RouterTiles(8, 16, 512, 8)
-    block_k = 1024 if experts > 64 else 512
-    return RouterTiles(1, 16, block_k, 4, norms=True) if tokens <= MOST_NORMED else RouterTiles(4, 16, block_k, 4)
+    return RouterTiles(4, 16, 1024 if experts > 64 else 512, 4)
 
 
 def many_router_tiles(tokens: int, experts: int) -> ManyRouterTiles:

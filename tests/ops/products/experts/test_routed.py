@@ -13,10 +13,8 @@ from toolkit.inside.captures import capturing
 from toolkit.kernels import DEVICE, HAS_GPU, MARK, fence_new_memory
 from toolkit.quantised_weights import rand
 
-from specdec.ops.norm import Unnormed, add_rms_norm
 from specdec.ops.products.kernels.experts import choosing_triton
 from specdec.ops.products.own_pairs import Kept, LiveRows, own_pairs
-from specdec.ops.products.partials import Partials
 from specdec.ops.products.routing import RouterRule, RouterWeights, choose, routed
 from specdec.ops.products.tiles.experts import ManyRouterTiles, RouterTiles, router_tiles
 
@@ -68,28 +66,6 @@ def test_one_launch_chooses_as_the_definition(
     assert (shared_T1 is not None) == gated
     if shared_T1 is not None:
         torch.testing.assert_close(shared_T1.double(), want_shared_T1, atol=1e-5, rtol=1e-5)
-    assert all(bool((fence == MARK).all()) for fence in fences)
-
-
-@pytest.mark.parametrize(("T", "splits", "name"), [(1, 3, "softmax"), (5, 2, "sigmoid"), (5, 0, "chosen"), (9, 1, "softmax")])
-def test_rows_before_their_norm(T: int, splits: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keeps out: a norm over a part of a row, or over another token's; splits that are left out; results that no program
-    writes, or that one writes beyond the last token; choices of rows that are rounded elsewhere than a norm rounds them.
-    """
-    rule, E, H = RULES[name], 12, 40
-    x, weight, router = rand(T, H + 8, seed=1)[:, 8:], rand(H, seed=2).abs(), weights_of(rule, E, H, False, T)
-    delta = rand(T, H, seed=3) if splits == 0 else Partials(rand(splits, T, H, seed=3).float(), x.dtype)
-    total_TH, normed_TH = add_rms_norm(x.cpu(), delta.cpu() if splits == 0 else delta.tensor().cpu(), weight.cpu(), 1e-5)
-    fences = [] if HAS_GPU else fence_new_memory(choosing_triton, monkeypatch)
-    unnormed = Unnormed.of(x, delta, weight, 1e-5)
-    for memory in (unnormed.total_TH, unnormed.normed_TH):
-        memory.fill_(torch.nan)
-    with torch.inference_mode():
-        topk_weights_TK, topk_ids_TK, _ = routed(unnormed, router, rule, E, TILES._replace(block_m=1))
-        want_TK, want_ids_TK, _ = routed(unnormed.normed_TH, router, rule, E, TILES)
-    assert torch.equal(unnormed.total_TH.cpu(), total_TH)
-    torch.testing.assert_close(unnormed.normed_TH.cpu(), normed_TH)
-    assert torch.equal(topk_ids_TK, want_ids_TK) and torch.equal(topk_weights_TK, want_TK)
     assert all(bool((fence == MARK).all()) for fence in fences)
 
 

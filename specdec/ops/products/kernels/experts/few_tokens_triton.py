@@ -17,9 +17,6 @@ The output of other shared experts is a term of the sum.
 
 An id below 0 or beyond the last expert names an expert that is not here, and counts for nothing.
 
-Between two products memory would idle: the last programs of the first one end, and the second one's first loads start.  So a
-program of gate and up that has read its rows asks L2 for a part of its expert's down projection.
-
 Order of chained launches (specdec/ops/launch.py): both kernels trigger after their wait.  Programs of shared experts know their
 weights, and ask for them before their wait.  With one token the second kernel reads topk_ids, which the first one has waited
 for, and asks for its first words before its wait.
@@ -64,7 +61,6 @@ def few_gate_up_kernel(
     topk_weights,  # [T, A] float32
     topk_ids,  # [T, A] int64
     y,  # [D, T, N]: rows of tokens that did not choose an expert are not written
-    down,  # words [E * DOWN]: what the second kernel will read
     chosen,  # [2, D] int64: the distinct experts in their order; of each a mask whose bit t says whether token t chose it, or 0
     T, stride_x,
     N: tl.constexpr, K: tl.constexpr, J: tl.constexpr, G: tl.constexpr, A: tl.constexpr, EXPERTS: tl.constexpr,
@@ -72,7 +68,7 @@ def few_gate_up_kernel(
     KIND: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr, HAS_ZERO_POINTS: tl.constexpr, HAS_BIAS: tl.constexpr,
     ALPHA: tl.constexpr, LIMIT: tl.constexpr, ASM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNROLL: tl.constexpr, SLICES: tl.constexpr, STAGES: tl.constexpr,
-    PREFETCH: tl.constexpr, DOWN: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     d, m = tl.program_id(1), tl.arange(0, BLOCK_M)
     out_N, row_N = rows_of_tile(tl.program_id(0), N, BLOCK_N, True)
@@ -103,10 +99,6 @@ def few_gate_up_kernel(
             x + m * stride_x, ok_M, qweight_N, scales + at_N * G, zero_points + at_N * G, 0, K,
             KIND, GROUP_SIZE, SCALES, HAS_ZERO_POINTS, ASM, True, BLOCK_M, BLOCK_N, UNROLL, 1, SLICES, STAGES,
         )  # fmt: skip
-        if PDL and AHEAD > 0:
-            line = tl.program_id(0) * (AHEAD // 128) + tl.arange(0, AHEAD // 128)
-            after = line * (1024 // down.dtype.element_ty.primitive_bitwidth)
-            prefetch(down + expert.to(tl.int64) * DOWN + after, (after < DOWN) & (d >= R))
         if HAS_BIAS:
             acc_NM += tl.load(bias + at_N).to(tl.float32)[:, None]
         out_FM = swiglu(acc_NM, BLOCK_N // 2, ALPHA, LIMIT) * weight_M[None, :]
@@ -193,9 +185,10 @@ def few_down_kernel(
         at_N = tl.where(is_here, expert, 0) * N + row_N
         qweight_N = _words_of(qweight, shared, entry, at_N, row_N, J, R)
         if PDL:
-            LINE: tl.constexpr = 1024 // qweight.dtype.element_ty.primitive_bitwidth  # words of 128 bytes
-            ahead = part * (J // PARTS) + tl.arange(0, PREFETCH // 128) * LINE
-            prefetch(qweight_N[:, None] + ahead[None, :], (out_N < N)[:, None] & (ahead < J)[None, :])
+            if PREFETCH > 0:
+                LINE: tl.constexpr = 1024 // qweight.dtype.element_ty.primitive_bitwidth  # words of 128 bytes
+                ahead = part * (J // PARTS) + tl.arange(0, PREFETCH // 128) * LINE
+                prefetch(qweight_N[:, None] + ahead[None, :], (out_N < N)[:, None] & (ahead < J)[None, :])
             tl.extra.cuda.gdc_wait()
             tl.extra.cuda.gdc_launch_dependents()
         acc_NM = product(
@@ -299,13 +292,12 @@ def _down(
 
 
 def launch_few_gate_up(
-    x_TH: Tensor, stack: Stack, down: Stack, form: Form, topk_weights_TK: Tensor, topk_ids_TK: Tensor, tiles: ExpertTiles,
+    x_TH: Tensor, stack: Stack, form: Form, topk_weights_TK: Tensor, topk_ids_TK: Tensor, tiles: ExpertTiles,
     shared: SharedExperts | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(activations times the tokens' weights [D, T, F]; the chosen experts and the masks of their tokens, [2, D] int64).
 
     Of the first, rows of chosen experts' own tokens alone are written; of the second, with one token, nothing.
-    down: the stack of the product that follows.
     """
     (T, A), arguments, values = topk_ids_TK.shape, *_arguments(stack, form.gate_up_bias, x_TH)
     E, N, device = values["EXPERTS"], values["N"] // 2, x_TH.device
@@ -316,15 +308,13 @@ def launch_few_gate_up(
     assert shared is None or (shared.gate_up_GH.shape == (2 * R * N, values["K"]) and not values["HAS_BIAS"])
     y_DTF = torch.empty(D, T, N, dtype=x_TH.dtype, device=device)
     chosen_2D = torch.empty(2, D, dtype=torch.int64, device=device)
-    words = down if isinstance(down, Tensor) else down.qweight_RJ.view(torch.int16)
     few_gate_up_kernel[(triton.cdiv(N, tiles.block_n // 2), D)](
         x_TH, *arguments, shared.gate_up_GH if shared else arguments[0], _gate_of(shared, topk_weights_TK), topk_weights_TK,
-        topk_ids_TK, y_DTF, words, chosen_2D, T, x_TH.stride(0), **values | {"N": N},
+        topk_ids_TK, y_DTF, chosen_2D, T, x_TH.stride(0), **values | {"N": N},
         A=A, PADDED_EXPERTS=triton.next_power_of_2(E), PADDED_A=triton.next_power_of_2(A), ONE_TOKEN=T == 1, R=R,
         HAS_GATE=shared is not None and shared.gate_T1 is not None, ALPHA=form.gate.alpha, LIMIT=form.gate.limit,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, UNROLL=tiles.unroll, SLICES=tiles.slices, STAGES=tiles.stages,
-        PREFETCH=tiles.prefetch, DOWN=words.numel() // E, AHEAD=tiles.ahead, num_warps=tiles.warps, num_stages=tiles.stages,
-        **chained(device),
+        PREFETCH=tiles.prefetch, num_warps=tiles.warps, num_stages=tiles.stages, **chained(device),
     )  # fmt: skip
     return y_DTF, chosen_2D
 

@@ -5,10 +5,6 @@ with a block of tokens, and sums in float32.  The program of a block that arrive
 fixed order, and chooses (choosing_triton.py).  Until then everybody waits, so what weights the choice needs are read before
 the wait.
 
-With NORMS the kernel takes the place of the norm in front of it: x is a residual stream, to which a sum is still to be added.
-Each program has one token then, and adds up its whole row, whose squares it needs; the programs of the first rows of the weight
-store the new stream and the normed row.  Numbers are rounded where norm_triton.py rounds them.
-
 Order of chained launches (specdec/ops/launch.py): the kernel triggers before its wait, and reads weights alone before it.
 
 Shapes: T tokens, M tokens of a program (OWN, padded), H hidden size, E experts, A experts of a token (top_k), L logits of a
@@ -29,30 +25,15 @@ from specdec.ops.products.kernels.experts.choosing_triton import choice_of, choo
 from specdec.ops.products.tiles.experts import RouterTiles
 
 if TYPE_CHECKING:
-    from specdec.ops.norm import Unnormed
     from specdec.ops.products.own_pairs import Kept
     from specdec.ops.products.routing import Routed, RouterRule, RouterWeights
 
 APART = tl.constexpr(8)  # counters of arrivals that lie in one sector of memory, of which one is used
 
 
-@triton.jit
-def _added(x, delta, h, ok, stride_partial, PARTIALS: tl.constexpr):
-    """These columns of a row of x + delta, rounded as norm_triton.py rounds them."""
-    value = tl.load(x + h, mask=ok, other=0.0)
-    added = tl.load(delta + h, mask=ok, other=0.0)
-    for s in tl.static_range(1, PARTIALS):
-        added += tl.load(delta + s * stride_partial + h, mask=ok, other=0.0)
-    return (value.to(tl.float32) + added.to(value.dtype).to(tl.float32)).to(value.dtype)
-
-
 @triton.jit(do_not_specialize=["T", "places"])
 def router_kernel(
     x,  # [T, H]
-    delta,  # if NORMS [T, H], or [PARTIALS, T, H] float32, whose sum is rounded first
-    norm,  # [H]: the norm's weight
-    total,  # [T, H]: x + delta
-    normed,  # [T, H]
     weight,  # [L, H]
     arrivals,  # [ARRIVALS] int32, zero before and after
     partials,  # float32: see `place_of`
@@ -63,9 +44,9 @@ def router_kernel(
     topk_weights,  # [T, A] float32
     topk_ids,  # [T, A] int64
     shared,  # [T, 1] float32, if L is E + 1
-    T, stride_x, stride_delta, stride_partial, eps,
+    T, stride_x,
     places,  # A
-    NORMS: tl.constexpr, PARTIALS: tl.constexpr, PADDED_H: tl.constexpr, H: tl.constexpr, L: tl.constexpr, E: tl.constexpr, G: tl.constexpr, J: tl.constexpr, A: tl.constexpr,
+    H: tl.constexpr, L: tl.constexpr, E: tl.constexpr, G: tl.constexpr, J: tl.constexpr, A: tl.constexpr,
     SCORES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_CORRECTION: tl.constexpr, TOP_GROUPS: tl.constexpr,
     GROUP_BEST: tl.constexpr, NORMED: tl.constexpr, LEAST_SUM: tl.constexpr, SCALING: tl.constexpr, PADDED_G: tl.constexpr,
     PADDED_J: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr, COLUMNS: tl.constexpr, HAS_ROWS: tl.constexpr,
@@ -78,8 +59,6 @@ def router_kernel(
     ok_N, ok_CK = n < L, k_CK < H
     ok_CNK = ok_N[None, :, None] & ok_CK[:, None, :]
     w_CNK = tl.load(weight + n[None, :, None] * H + k_CK[:, None, :], mask=ok_CNK, other=0.0)
-    if NORMS:
-        norm_CK = tl.load(norm + k_CK, mask=ok_CK, other=0.0).to(tl.float32)
     bias_GJ = of_experts(bias, HAS_BIAS, E, J, PADDED_G, PADDED_J)
     correction_GJ = of_experts(correction, HAS_CORRECTION, E, J, PADDED_G, PADDED_J)
     if PDL:
@@ -89,20 +68,7 @@ def router_kernel(
     end = tl.minimum(first + OWN, T)
     t = first + tl.arange(0, BLOCK_M)
     ok_CMK = (t < end)[None, :, None] & ok_CK[:, None, :]
-    if NORMS:
-        h = tl.arange(0, PADDED_H)
-        x += first * stride_x
-        delta += first * stride_delta
-        x_CK = _added(x, delta, k_CK, ok_CK, stride_partial, PARTIALS)
-        value_H = _added(x, delta, h, h < H, stride_partial, PARTIALS).to(tl.float32)
-        normed_CK = x_CK.to(tl.float32) * tl.rsqrt(tl.sum(value_H * value_H, 0) / H + eps) * norm_CK
-        stores_CK = ok_CK & (tl.program_id(0) == 0)
-        tl.store(total + first * H + k_CK, x_CK, mask=stores_CK)
-        x_CK = normed_CK.to(x_CK.dtype)
-        tl.store(normed + first * H + k_CK, x_CK, mask=stores_CK)
-        x_CMK = tl.where((t == first)[None, :, None], x_CK[:, None, :], 0.0).to(x_CK.dtype)
-    else:
-        x_CMK = tl.load(x + t[None, :, None] * stride_x + k_CK[:, None, :], mask=ok_CMK, other=0.0)
+    x_CMK = tl.load(x + t[None, :, None] * stride_x + k_CK[:, None, :], mask=ok_CMK, other=0.0)
     x_CKM = tl.permute(x_CMK, (0, 2, 1))
     if w_CNK.dtype == x_CKM.dtype and w_CNK.dtype != tl.float32:
         logit_CNM = tl.dot(w_CNK, x_CKM)
@@ -124,22 +90,17 @@ def router_kernel(
 
 
 def launch_router(
-    x_TH: Tensor | Unnormed, router: RouterWeights, rule: RouterRule, experts: int, tiles: RouterTiles, kept: Kept | None
+    x_TH: Tensor, router: RouterWeights, rule: RouterRule, experts: int, tiles: RouterTiles, kept: Kept | None
 ) -> Routed:
     """See `routing.routed`."""
-    unnormed = None if isinstance(x_TH, Tensor) else x_TH
-    x_TH = x_TH if isinstance(x_TH, Tensor) else x_TH.x_TH
     (T, H), L, own = x_TH.shape, router.weight_LH.shape[0], tiles.block_m
     assert x_TH.stride(1) == 1 and router.weight_LH.shape[1] == H
     block_k = 2 * tiles.block_k // router.weight_LH.itemsize
     splits, blocks = triton.cdiv(H, block_k), triton.cdiv(T, own)
-    assert blocks * APART.value <= ARRIVALS and (unnormed is None or own == 1)
+    assert blocks * APART.value <= ARRIVALS
     choice = choice_of(T, router, rule, experts, splits, kept)
-    sums_STH, outputs = (x_TH[None], (x_TH, x_TH, x_TH)) if unnormed is None else (unnormed.sums_STH, unnormed.outputs)
     router_kernel[(triton.cdiv(L, tiles.block_n), splits, blocks)](
-        x_TH, sums_STH, *outputs, router.weight_LH, arrivals_of(x_TH.device), choice.partials, *choice.tensors, T,
-        x_TH.stride(0), sums_STH.stride(1), sums_STH.stride(0), 0.0 if unnormed is None else unnormed.eps, rule.top_k,
-        NORMS=unnormed is not None, PARTIALS=len(sums_STH), PADDED_H=triton.next_power_of_2(H), H=H,
+        x_TH, router.weight_LH, arrivals_of(x_TH.device), choice.partials, *choice.tensors, T, x_TH.stride(0), rule.top_k, H=H,
         **choice.constants, SPLITS=splits, OWN=own, BLOCK_M=max(8, own),
         TOKENS=max(tiles.warps, min(own, triton.next_power_of_2(T))), BLOCK_N=tiles.block_n, BLOCK_K=block_k,
         WARPS=tiles.warps, num_warps=tiles.warps, **chained(x_TH.device),

@@ -26,7 +26,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from specdec.ops.hopper import gdc_launch_dependents, gdc_wait, prefetch
+from specdec.ops.hopper import gdc_launch_dependents, gdc_wait
 from specdec.ops.launch import chained
 from specdec.ops.products.formats.experts import QuantisedStack, has_units
 from specdec.ops.products.kernels.dense.stream_triton import result_of
@@ -51,13 +51,12 @@ def few_gate_up_hopper_kernel(
     topk_weights,  # [T, A] float32
     topk_ids,  # [T, A] int64
     y,  # [P, T, N]: rows of tokens that did not choose an expert are not written
-    down,  # words of 32 bits [E * DOWN]: what the second kernel will read
     entries,  # [P + 1] int32: the list for the second kernel, and how many entries it has; not written if ONE
     T, stride_x,
     N: gl.constexpr, K: gl.constexpr, UNITS: gl.constexpr, G: gl.constexpr, GROUP_UNITS: gl.constexpr, A: gl.constexpr,
     PADDED_P: gl.constexpr, EXPERTS: gl.constexpr, KIND: gl.constexpr, HAS_BIAS: gl.constexpr,
-    ALPHA: gl.constexpr, LIMIT: gl.constexpr, ONE: gl.constexpr, BLOCK_N: gl.constexpr, AHEAD: gl.constexpr, DOWN: gl.constexpr,
-    DOWN_AHEAD: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
+    ALPHA: gl.constexpr, LIMIT: gl.constexpr, ONE: gl.constexpr, BLOCK_N: gl.constexpr, AHEAD: gl.constexpr, PDL: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_wait()
@@ -105,9 +104,6 @@ def few_gate_up_hopper_kernel(
             x, stride_x, 0, qweight, scales, row_N, slices, (CHUNK + AHEAD - 1) // AHEAD, loaded, K, 2 * N, UNITS, G,
             GROUP_UNITS, KIND, False, ONE, ENLARGES, AHEAD, BLOCK_N, layout, words_layout, x_layout,
         )  # fmt: skip
-        if DOWN_AHEAD > 0:
-            line = tile * (DOWN_AHEAD // 128) + gl.arange(0, DOWN_AHEAD // 128, gl.BlockedLayout([1], [32], [num_warps], [0]))
-            prefetch(down + expert.to(gl.int64) * DOWN + line * 32, line * 32 < DOWN)
         acc += bias_N[:, None]
         n = gl.arange(0, BLOCK_N, gl.SliceLayout(1, out))
         out_N = tile * (BLOCK_N // 2) + n // 16 * 8 + n % 8
@@ -284,13 +280,11 @@ def _biases(
 
 
 def launch_few_gate_up_hopper(
-    x_TH: Tensor, stack: QuantisedStack, down: QuantisedStack, form: Form, topk_weights_TK: Tensor, topk_ids_TK: Tensor,
-    tiles: ExpertTiles,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x_TH: Tensor, stack: QuantisedStack, form: Form, topk_weights_TK: Tensor, topk_ids_TK: Tensor, tiles: ExpertTiles
+) -> tuple[Tensor, Tensor]:
     """(activations times the tokens' weights [P, T, F]; the list of experts in use, int32 [P + 1]).
 
     Of the first, rows of experts' own tokens alone are written; of the second, with one token, nothing.
-    down: the stack of the product that follows.
     """
     (T, A), (arguments, values) = topk_ids_TK.shape, _arguments(stack, form.gate_up_bias, x_TH)
     N, P = stack.rows // 2, T * A
@@ -299,10 +293,10 @@ def launch_few_gate_up_hopper(
     y_PTN = x_TH.new_empty(P, T, N)
     entries = torch.empty(P + 1, dtype=torch.int32, device=x_TH.device)
     few_gate_up_hopper_kernel[(triton.cdiv(N, tiles.block_n // 2), P)](
-        x_TH, *arguments, topk_weights_TK, topk_ids_TK, y_PTN, down.qweight_RJ.view(torch.int32), entries, T, x_TH.stride(0), N=N, **values, A=A,
+        x_TH, *arguments, topk_weights_TK, topk_ids_TK, y_PTN, entries, T, x_TH.stride(0), N=N, **values, A=A,
         PADDED_P=max(32, triton.next_power_of_2(P)), ALPHA=form.gate.alpha, LIMIT=form.gate.limit, ONE=T == 1,
-        BLOCK_N=tiles.block_n, AHEAD=tiles.unroll, DOWN=down.qweight_RJ.view(torch.int32).numel() // down.experts,
-        DOWN_AHEAD=tiles.ahead, num_warps=tiles.warps, maxnreg=REGISTERS, **chained(x_TH.device),
+        BLOCK_N=tiles.block_n, AHEAD=tiles.unroll, num_warps=tiles.warps, maxnreg=REGISTERS,
+        **chained(x_TH.device),
     )  # fmt: skip
     return y_PTN, entries
 
