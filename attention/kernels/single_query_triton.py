@@ -1,22 +1,22 @@
 """The kernel for one query a row over few keys: it norms and rotates heads, stores the token's key and value, and attends.
 
 Such a pass waits for launches and for memory, not for arithmetic.  So this kernel takes the place of two
-(rope_store_triton.py, paged_triton.py), and loads the first keys of each split, which earlier passes stored, before its wait.
-Only the row's last key is of this pass; split 0 computes it, stores it, and adds it to its state.
+(rope_store_triton.py, paged_triton.py), and loads the first block of keys of each split before its wait.  Only the row's last
+key is of this pass: split 0 computes it, stores it, and begins its state with it, so that no program reads what another one
+stores.  A query's empty states come after its other ones.
 
 A head's two halves are tensors of their own, because a rotation mixes them.
 
-Order of chained launches (specdec/ops/launch.py): before gdc_wait the kernel reads the page table, lengths, first keys, slots,
-positions and keys and values of earlier passes.  The qkv projection in front lets this kernel start only after its own wait, so
-all of them are complete.
+Order of chained launches (specdec/ops/launch.py): before gdc_wait the kernel reads the page table, lengths, first keys, slots
+and positions, and the keys and values of earlier passes (`Segment.fresh`).  The qkv projection in front lets this kernel start
+only after its own wait, so all of them are complete.
 
-Shapes: M rows of a tile (heads of a group, padded), N keys of a block, E half a head, R rows, H heads, K kv heads, D head dim,
-S splits.
+Shapes: M rows of a tile (heads of a group, padded), N keys of a block, E half a head, R rows, H heads, K kv heads, X = H + 2K,
+D head dim, S splits, P positions, W pages of a row.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -33,7 +33,7 @@ from specdec.ops.rope import HeadPrep
 
 @triton.jit
 def _loaded(kv, pages, key_N, high, e, stride_slot, stride_v, HALF: tl.constexpr, PAGE_SIZE: tl.constexpr):
-    """Keys and values of these places, in halves.  From L2 (.cg): an SM's L1 may hold what stood there before."""
+    """Keys and values of a row's places, in halves.  From L2 (.cg): an SM's L1 may hold what stood there before."""
     ok_N = key_N < high
     page_N = tl.load(pages + key_N // PAGE_SIZE, mask=ok_N, other=0, cache_modifier=".cg")
     at_NE = kv + (slots_on(page_N, key_N, PAGE_SIZE) * stride_slot)[:, None] + e[None, :]
@@ -56,9 +56,7 @@ def _scales(norm, at_ME, ok_ME, HALF: tl.constexpr, HAS_NORM: tl.constexpr):
 
 
 @triton.jit
-def _prepared(
-    at_ME, ok_ME, scales, turns, eps, HALF: tl.constexpr, HAS_NORM: tl.constexpr, ROTATES: tl.constexpr
-):  # fmt: skip
+def _prepared(at_ME, ok_ME, scales, turns, eps, HALF: tl.constexpr, HAS_NORM: tl.constexpr, ROTATES: tl.constexpr):
     """Heads, normed and rotated as rope_store_triton.py does it, in halves of their own type.
 
     scales: the norm's weights, in halves.  turns: cosines and sines, in halves.
@@ -78,9 +76,7 @@ def _prepared(
 
 
 @triton.jit
-def _read(
-    state, q_low_ME, q_high_ME, block, key_N, high, scale_log2, softcap, SOFTCAP: tl.constexpr
-):  # fmt: skip
+def _read(state, q_low_ME, q_high_ME, block, key_N, high, scale_log2, softcap, SOFTCAP: tl.constexpr):
     """The state of a softmax (top, total, sums of values in halves) after one more block of keys."""
     top_M, total_M, low_ME, high_ME = state
     k_low_NE, k_high_NE, v_low_NE, v_high_NE = block
@@ -102,7 +98,7 @@ def _read(
     do_not_specialize=["stride_row", "states"],
     do_not_specialize_on_alignment=["slots", "positions", "page_table", "cache_seqlens", "starts", "lse"],
 )
-def single_query_kernel(
+def single_query_attention_kernel(
     qkv,  # [R, X, D]: raw projections
     kv,  # [slots, 2, K, D]
     slots,  # [R] int64
@@ -214,9 +210,9 @@ def launch_single_query(
     rotation, norm, starts_R = prep.rotation, prep.norm_HD, segment.starts_T
     assert (rotation is None or rotation.table_P2D.is_contiguous()) and (starts_R is None or starts_R.is_contiguous())
     table, positions_R = (qkv_RXD, slots_R) if rotation is None else (rotation.table_P2D, rotation.positions_T.contiguous())
-    single_query_kernel[(R * K, splits)](
-        qkv_RXD, k, slots_R.contiguous(), positions_R, table, table if norm is None else norm, segment.pages.table, segment.cache_seqlens,
-        segment.cache_seqlens if starts_R is None else starts_R, out_RHSD, lse_RHS, scoring.factor(D),
+    single_query_attention_kernel[(R * K, splits)](
+        qkv_RXD, k, slots_R.contiguous(), positions_R, table, table if norm is None else norm, segment.pages.table,
+        segment.cache_seqlens, segment.cache_seqlens if starts_R is None else starts_R, out_RHSD, lse_RHS, scoring.factor(D),
         1.0 if scoring.softcap is None else scoring.softcap, prep.eps, qkv_RXD.stride(0), k.stride(0),
         (v.data_ptr() - k.data_ptr()) // k.itemsize, k.stride(1), segment.pages.table.stride(0), states,
         KV_HEADS=K, GROUP=H // K, HALF=D // 2, PADDED_HALF=max(16, triton.next_power_of_2(D // 2)),

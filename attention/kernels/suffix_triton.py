@@ -19,7 +19,7 @@ block, S splits, C splits of a chunk.  e: columns of values.
 import triton
 import triton.language as tl
 
-from specdec.attention.kernels.int8_triton import queries_in_int8
+from specdec.attention.caches.int8_triton import queries_in_int8
 from specdec.attention.kernels.paged_triton import capped, fp8_scales, own_part, spaced, values_at
 
 
@@ -105,7 +105,7 @@ def suffix_merge_kernel(
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    COLUMNS: tl.constexpr,  # of values, of a program
+    COLUMNS: tl.constexpr,
     KEY_PARTS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -154,7 +154,9 @@ def suffix_merge_kernel(
             ok_N = key_N < length
             slot_N = tl.load(slot_table + token * stride_row + key_N, mask=ok_N, other=0, cache_modifier=".cg").to(tl.int64)
             at_ND = kv + (slot_N * stride_slot)[:, None] + d[None, :]
-            at_NE = values_at(kv, at_ND, slot_N, stride_slot, e, q.dtype, VALUE_DIM == HEAD_DIM and COLUMNS == PADDED_DIM, QUANT)
+            at_NE = values_at(
+                kv, at_ND, slot_N, stride_slot, e, q.dtype, e.shape[0] == d.shape[0] and VALUE_DIM == HEAD_DIM, QUANT
+            )
             # Values are masked too: an unwritten slot may hold NaN, and 0 * NaN is NaN.
             k_ND = tl.load(at_ND, mask=ok_N[:, None] & ok_D[None, :], other=0.0, cache_modifier=".cg")
             v_NE = tl.load(at_NE + stride_v, mask=ok_N[:, None] & ok_E[None, :], other=0.0, cache_modifier=".cg")
@@ -213,10 +215,9 @@ def suffix_merge_kernel(
         if LEFT_FILLED:
             start = tl.where(tl.max(next_G) == -float("inf"), splits, start)
 
-    some_G = total_G > 0
-    safe_G = tl.where(some_G, total_G, 1.0)
+    safe_G = tl.where(total_G > 0, total_G, 1.0)
     at_G = token * (KV_HEADS * GROUP) + head_G
-    if tl.program_id(2) == 0:
-        tl.store(lse + at_G, tl.where(some_G, top_G + tl.log(safe_G), -float("inf")), mask=ok_G)
+    lse_G = tl.where(total_G > 0, top_G + tl.log(safe_G), -float("inf"))
+    tl.store(lse + at_G, lse_G, mask=ok_G & (tl.program_id(2) == 0))
     out_GE = (acc_GE / safe_G[:, None]).to(out.dtype.element_ty)
     tl.store(out + at_G[:, None] * VALUE_DIM + e[None, :], out_GE, mask=ok_GE)

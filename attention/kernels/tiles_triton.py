@@ -135,13 +135,13 @@ def _of_many_rows(wanted: int, D: int, block_n: int, causal: bool, waves: float,
 
 @lru_cache
 def single_query_tiles(group: int, D: int, itemsize: int, waves: float, max_keys: int) -> PagedTiles | None:
-    """Tiles of single_query_triton.py; the names are those of `paged_tiles`, and `group` is heads of a kv head.
+    """Tiles of single_query_triton.py.  group: query heads of a kv head; the other names are those of `paged_tiles`.
 
-    None: with more rows or keys, each split reads several blocks, and others read them faster.
+    None: the kernel was measured to lose there (D of 64: the small product in front lets it start too late), or not at all.
     """
-    if group > 16 or waves > 0.1 or max_keys > SHORT:
+    if D != 128 or group > 16 or waves > 0.1 or max_keys > SHORT:
         return None
-    return PagedTiles(16, max(16, min(64, 64 * 256 // (padded(D) * itemsize))), 4, 2, min_split_keys=64)
+    return PagedTiles(16, 64 if itemsize == 2 else 32, 4, 2, min_split_keys=64)
 
 
 @lru_cache

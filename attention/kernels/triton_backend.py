@@ -21,7 +21,7 @@ from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.caches.int8_keys import Int8KeysView
 from specdec.attention.caches.latent_view import LatentView
 from specdec.attention.caches.layout import CachedHeads, HeadsView, KVView
-from specdec.attention.kernels.hopper_tiles import hopper_tiles
+from specdec.attention.kernels.hopper_tiles import hopper_tiles, is_measured
 from specdec.attention.kernels.paged_triton import paged_attention_kernel
 from specdec.attention.kernels.rope_store_triton import StoredView, launch_rope, launch_rope_store
 from specdec.attention.kernels.single_query_triton import launch_single_query, reads_own_key_last
@@ -71,20 +71,21 @@ class TritonBackend(Backend):
         self, view: HeadsView, qkv_TXD: Tensor, slots_T: Tensor, prep: HeadPrep, prepared: TritonPlan, scoring: Scoring = PLAIN
     ) -> AttentionState | None:
         (T, X, D), K, paged = qkv_TXD.shape, prep.num_kv_heads, prepared.segments
-        if not T or prepared.suffix is not None or len(paged) != 1 or self.numerics.is_invariant:
+        if not T or prepared.suffix is not None or len(paged) != 1 or not isinstance(view, MHAView) or qkv_TXD.stride(2) != 1:
             return None
-        (segment,), q_THD = paged, qkv_TXD[:, : X - 2 * K]
-        if not (isinstance(view, MHAView) and reads_own_key_last(segment) and scoring.slopes_H is None and qkv_TXD.stride(2) == 1):
+        (segment,), q_THD, device = paged, qkv_TXD[:, : X - 2 * K], qkv_TXD.device
+        measured = is_measured(device) if self.hopper is None else self.hopper
+        if not (measured and reads_own_key_last(segment)) or scoring.slopes_H is not None or self.numerics.is_invariant:
             return None
-        programs = self.programs or programs_at_once(q_THD.device)
+        programs = self.programs or programs_at_once(device)
         tiles = single_query_tiles((X - 2 * K) // K, D, qkv_TXD.itemsize, T * K / programs, segment.max_keys)
-        if tiles is None or not self.partial_splits(q_THD, view, segment, scoring):  # or a library reads the segment
+        if tiles is None or not self.partial_splits(q_THD, view, segment, scoring):  # a library reads the segment
             return None
         splits = splits_for(T * K, segment.max_keys, tiles.min_split_keys, programs)
-        state = AttentionState.empty(q_THD.shape, q_THD.dtype, q_THD.device)
-        partial = prepared.scratch(*q_THD.shape[:2], splits, D, q_THD.device)
+        state = AttentionState.empty(q_THD.shape, q_THD.dtype, device)
+        partial = prepared.scratch(T, X - 2 * K, splits, D, device)
         launch_single_query(qkv_TXD, view, slots_T, prep, segment, scoring, *partial, tiles)
-        launch_suffix_merge(q_THD, view, None, scoring, partial, None, state, segment.starts_T is None, scoring.sinks_H)
+        launch_suffix_merge(q_THD, view, None, scoring, partial, None, state, True, scoring.sinks_H)
         return state
 
     def rotate(self, q_TQD: Tensor, prep: HeadPrep) -> Tensor:

@@ -127,8 +127,7 @@ def _tiles_hopper(M: int, N: int, K: int, gated: bool, partials: bool) -> Produc
     room = HALF_SM if tiles > SMS and not (gated and 0 < tiles % (2 * SMS) <= SMS // 2) else WHOLE_SM
     if partials and SMS < 2 * tiles and 3 * tiles <= 2 * SMS and (M <= 8 or K > 8192):
         splits, room = 3, HALF_SM
-    steps = -(-K // (block_k * splits))
-    return _hopper(block_m, 64, block_k, splits, 4, min(12, steps, room // stage))
+    return _hopper(block_m, 64, block_k, splits, 4, min(12, room // stage))
 
 
 def _tiles_large_m(M: int, N: int, dtype: torch.dtype, gated: bool) -> ProductTiles | None:
