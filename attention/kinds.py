@@ -22,13 +22,15 @@ class LayerKind:
     If neither is set, the query reads all keys up to p.
     skip: the first keys of a text that no query reads, in a layer that reads all others.
     alibi: whether the layer's scoring has slopes (ALiBi), so that its plans need the queries' positions.
-    recurrent: whether the layer reads no keys, and keeps a state of the text by row in place of them.
+    attends: whether the layer reads keys at all.  recurrent: whether it keeps a state of the text by row.  A layer may do both
+        (Falcon-H1), or neither: it is an MLP or a mixture then (Nemotron-H).
     """
 
     window: int | None = None
     chunk: int | None = None
     alibi: bool = False
     skip: int = 0
+    attends: bool = True
     recurrent: bool = False
 
     def __post_init__(self) -> None:
@@ -56,15 +58,16 @@ class LayerKind:
         return positions - positions % self.chunk
 
     def __str__(self) -> str:
-        if self.recurrent:
-            return "recurrent"
+        if not self.attends:
+            return "recurrent" if self.recurrent else "without a memory"
         name = f"window {self.window}" if self.window else f"chunk {self.chunk}" if self.chunk else "full"
         name = f"{name} but the first {self.skip}" if self.skip else name
-        return f"{name} with alibi" if self.alibi else name
+        name = f"{name} with alibi" if self.alibi else name
+        return f"{name}, and recurrent" if self.recurrent else name
 
 
 FULL = LayerKind()
-RECURRENT = LayerKind(recurrent=True)
+RECURRENT = LayerKind(attends=False, recurrent=True)
 
 
 @dataclass(frozen=True)

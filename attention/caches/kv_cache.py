@@ -47,7 +47,7 @@ class KVCache:
         self.groups = (0,) * len(layers) if groups is None else tuple(groups)
         kv_layers = layers if kv_layers is None else kv_layers
         # The layers that store, in the order of the buffers.
-        stored = sorted({source for layer, source in enumerate(kv_layers) if not self.kinds[layer].recurrent})
+        stored = sorted({source for layer, source in enumerate(kv_layers) if self.kinds[layer].attends})
         assert len(self.groups) == len(kv_layers) == len(layers) and all(kv_layers[layer] == layer for layer in stored)
         assert all(self.kinds[layer] == self.kinds[source] for layer, source in enumerate(kv_layers))
         assert all(self.groups[layer] == self.groups[source] for layer, source in enumerate(kv_layers))

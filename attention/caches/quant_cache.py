@@ -114,7 +114,7 @@ def as_stored(cache: KVCache) -> Callable[[int, Tensor], Tensor] | None:
     Ordinary layers keep keys and values [T, 2, K, D], layers of latent attention latents [T, L].  None: the cache keeps both as
     they are.
     """
-    views = {layer: cache.view(layer) for layer, kind in enumerate(cache.kinds) if not kind.recurrent}
+    views = {layer: cache.view(layer) for layer, kind in enumerate(cache.kinds) if kind.attends}
     lossy = {layer: view for layer, view in views.items() if isinstance(view, LossyView) and view.is_lossy}
     assert len(lossy) in (0, len(views)), "some layers round what they keep, others do not"
     return (lambda layer, kept: lossy[layer].as_stored(kept)) if lossy else None

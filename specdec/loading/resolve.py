@@ -249,7 +249,8 @@ def check_recurrent(settings: EngineSettings, sizes: RecurrentConfig, shared_byt
 
     shared_bytes: of the memory that a program has on a GPU's chip.
     """
-    for name, width in (("key", sizes.key_width), ("value", sizes.value_width)):
+    widths = () if (rule := sizes.rule) is None else (("key", rule.key_width), ("value", rule.value_width))
+    for name, width in widths:
         if width < MIN_STATE_WIDTH or width & (width - 1):
             raise ValueError(
                 f"recurrent layers run on a GPU if heads are a power of two wide, from {MIN_STATE_WIDTH} on, got {name} heads "

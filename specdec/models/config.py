@@ -166,12 +166,12 @@ class ModelConfig:
     @property
     def key_sources(self) -> tuple[int, ...]:
         """For each layer of attention, the layer whose keys and values it reads."""
-        return tuple(source for source, kind in zip(self.kv_source, self.layer_kinds, strict=True) if not kind.recurrent)
+        return tuple(source for source, kind in zip(self.kv_source, self.layer_kinds, strict=True) if kind.attends)
 
     @property
     def key_kinds(self) -> tuple[LayerKind, ...]:
         """Which keys the layers of attention read."""
-        return tuple(kind for kind in self.layer_kinds if not kind.recurrent)
+        return tuple(kind for kind in self.layer_kinds if kind.attends)
 
     @property
     def first_sharing_layer(self) -> int:
@@ -242,7 +242,7 @@ class ModelConfig:
 
     def row_lengths(self, ranks: int) -> tuple[int, ...]:
         """The lengths of the rows of its matrices, of which so many ranks hold a share each."""
-        shared = [self.intermediate_size, self.attention_width, self.recurrent.kinds[2] if self.recurrent else 0]
+        shared = [self.intermediate_size, self.attention_width, self.recurrent.outputs if self.recurrent else 0]
         shared += [] if self.experts is None else [self.experts.shared_size]
         return (self.hidden_size, *(size // ranks for size in shared if size))
 

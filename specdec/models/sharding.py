@@ -118,8 +118,8 @@ def misfit(config: ModelConfig, size: int) -> str:
         return f"{kv_heads} key/value heads"
     if config.differential and kv_heads % (2 * size):
         return f"{kv_heads} key/value heads, of which each rank needs whole pairs"
-    if config.recurrent is not None and config.recurrent.key_heads % size:
-        return f"{config.recurrent.key_heads} key heads of recurrent layers (linear_num_key_heads)"
+    if config.recurrent is not None and (why := config.recurrent.misfit(size)):
+        return why
     if why := _broken_groups(config, size):
         return why
     return next((f"{name} {width}" for name, (width, _) in _widths(config).items() if width % size), "")
@@ -150,7 +150,7 @@ def _broken_groups(config: ModelConfig, size: int) -> str:
         return ""
     shared = {**_widths(config), "attention outputs": (config.attention_width, ("self_attn.o_proj",))}
     if config.recurrent is not None:
-        shared["outputs of recurrent layers"] = config.recurrent.kinds[2], ("linear_attn.out_proj",)
+        shared["outputs of recurrent layers"] = config.recurrent.outputs, ("linear_attn.out_proj",)
     for name, (width, matrices) in shared.items():
         names = [f"model.layers.{layer}.{matrix}" for layer in range(config.num_layers) for matrix in matrices]
         if config.quantization.in_act_order(names):

@@ -133,9 +133,9 @@ def _states(config: ModelConfig) -> dict[str, Any]:
     if recurrent is None:
         return {}
     layers, dtype = len(config.recurrent_layers), DTYPES.get(config.dtype or "", torch.bfloat16)
-    heads = f"{recurrent.key_heads} of {recurrent.key_width}, {recurrent.value_heads} of {recurrent.value_width}"
+    named = "channels of recurrent layers" if recurrent.rule is None else "key heads, value heads of recurrent layers"
     return {
-        "key heads, value heads of recurrent layers": heads,
+        named: str(recurrent),
         "bytes of a text's state": layers * recurrent.state_bytes(dtype),
         "bytes of a draft token in them": layers * recurrent.node_bytes(dtype),
     }

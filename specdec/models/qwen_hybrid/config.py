@@ -18,7 +18,7 @@ from specdec.models.keys.shared import check_types, require
 from specdec.models.keys.wrappers import WRAPPERS
 from specdec.models.mixtures.keys import TOP_K, layer_numbers, only, read_decoder, with_experts
 from specdec.models.mixtures.rules import ExpertsConfig
-from specdec.models.recurrent.sizes import RecurrentConfig
+from specdec.models.recurrent.sizes import RecurrentConfig, RuleSizes
 from specdec.ops.products.routing import RouterRule
 
 NEXT = "qwen3_next"
@@ -90,7 +90,7 @@ def _recurrent(raw: dict[str, Any], where: str) -> RecurrentConfig:
         raise ValueError(
             f"{where}: linear_num_value_heads must be a multiple of linear_num_key_heads, got {value_heads}, {key_heads}"
         )
-    return RecurrentConfig(key_heads, value_heads, key_width, value_width, taps)
+    return RecurrentConfig(taps, RuleSizes(key_heads, value_heads, key_width, value_width))
 
 
 def _mtp_layers(raw: dict[str, Any], where: str) -> int:

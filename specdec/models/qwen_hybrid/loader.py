@@ -76,7 +76,7 @@ def _fill_delta_net(net: GatedDeltaNet, checkpoint: Checkpoint, prefix: str) -> 
     """
     prefix = f"{prefix.rpartition('.')[0]}.linear_attn"
     ranks = net.shard.size
-    whole, G = net.config.times(ranks), net.config.key_heads * ranks
+    whole, G = net.sizes.times(ranks), net.sizes.key_heads * ranks
     group = whole.value_heads // G
     values, queries_first = group * whole.value_width, partial(by_ranks, sizes=whole.kinds, ranks=ranks)
     arrange = {
@@ -116,7 +116,7 @@ def _fill_mixture(moe: MixtureOfExperts, checkpoint: Checkpoint, prefix: str) ->
 def _expect(checkpoint: Checkpoint, config: ModelConfig) -> None:
     """ValueError if a config's sizes are not those of the first layer of each kind, by the headers."""
     H, D, sizes = config.hidden_size, config.head_dim, config.recurrent
-    assert sizes is not None
+    assert sizes is not None and sizes.rule is not None
     recurrent = config.recurrent_layers
     _expect_kinds(checkpoint, config)
     attention = f"model.layers.{min(set(range(config.num_layers)) - set(recurrent))}.self_attn"
@@ -124,12 +124,12 @@ def _expect(checkpoint: Checkpoint, config: ModelConfig) -> None:
     checkpoint.expect_matrix(f"{attention}.k_proj", (config.num_kv_heads * D, H), "num_key_value_heads, head_dim, hidden_size")
     if config.qkv_bias:
         _expect_bias(checkpoint, f"{attention}.q_proj.bias", 2 * config.num_heads * D)
-    net, outputs = f"model.layers.{recurrent[0]}.linear_attn", sizes.kinds[2]
+    net, outputs = f"model.layers.{recurrent[0]}.linear_attn", sizes.outputs
     fused, rows = ("in_proj_qkvz", sizes.channels + outputs) if config.family == NEXT else ("in_proj_qkv", sizes.channels)
     checkpoint.expect_matrix(f"{net}.{fused}", (rows, H), "the linear_* sizes of heads and hidden_size")
     checkpoint.expect(f"{net}.conv1d.weight", (sizes.channels, 1, sizes.taps), "linear_conv_kernel_dim")
-    checkpoint.expect(f"{net}.A_log", (sizes.value_heads,), "linear_num_value_heads")
-    checkpoint.expect(f"{net}.norm.weight", (sizes.value_width,), "linear_value_head_dim")
+    checkpoint.expect(f"{net}.A_log", (sizes.rule.value_heads,), "linear_num_value_heads")
+    checkpoint.expect(f"{net}.norm.weight", (sizes.rule.value_width,), "linear_value_head_dim")
     expect_mixture(checkpoint, config, NAMES)
 
 

@@ -20,12 +20,13 @@ from specdec.models.linear import Linear
 from specdec.models.making import made_now, new_weight
 from specdec.models.mixtures.layer import mlp_of
 from specdec.models.qwen_hybrid.config import NEXT
-from specdec.models.recurrent.inputs import GatedDeltaInputs
+from specdec.models.recurrent.gated_delta import GatedDeltaInputs
 from specdec.models.recurrent.layer import RecurrentLayer
 from specdec.ops.products.partials import Partials
+from specdec.ops.recurrent.conv import Convolution
 from specdec.ops.recurrent.gated_delta import Gates
-from specdec.ops.recurrent.gated_norm import gated_norm
-from specdec.ops.recurrent.output_gate import gated_output
+from specdec.ops.recurrent.gates.gated_norm import gated_norm
+from specdec.ops.recurrent.gates.output_gate import gated_output
 from specdec.ops.rope import HeadPrep, Rotation
 from specdec.ops.rows import select_rows
 
@@ -61,30 +62,30 @@ class GatedDeltaNet(RecurrentLayer):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        sizes, H = config.recurrent, config.hidden_size
-        assert sizes is not None
-        self.config, self.shard, self.eps, device = sizes, config.shard, config.rms_norm_eps, made_now().device
-        V, outputs = sizes.value_heads, sizes.value_heads * sizes.value_width
-        wide, gates = {"in_proj_qkv": sizes.channels, "in_proj_z": outputs}, {"in_proj_b": V, "in_proj_a": V}
+        own, H = config.recurrent, config.hidden_size
+        assert own is not None and own.rule is not None
+        self.sizes, self.shard, self.eps, device = own.rule, config.shard, config.rms_norm_eps, made_now().device
+        V, outputs = own.rule.value_heads, own.outputs
+        wide, gates = {"in_proj_qkv": own.channels, "in_proj_z": outputs}, {"in_proj_b": V, "in_proj_a": V}
         if config.family == NEXT:
-            wide, gates = {"in_proj_qkvz": sizes.channels + outputs}, {"in_proj_ba": 2 * V}
-        in_one = config.quantization is None and (sizes.channels + outputs + 2 * V) % ROWS == 0
+            wide, gates = {"in_proj_qkvz": own.channels + outputs}, {"in_proj_ba": 2 * V}
+        in_one = config.quantization is None and (own.channels + outputs + 2 * V) % ROWS == 0
         self.in_proj = Linear.column(H, wide | gates if in_one else wide, config.shard)
         self.gates_proj = None if in_one else Linear.column(H, gates, config.shard)
         self.out_proj = Linear.row(outputs, H, config.shard)
-        self.conv_ZC = new_weight(sizes.taps, sizes.channels)
-        self.norm_E = new_weight(sizes.value_width)
+        self.conv_ZC = new_weight(own.taps, own.channels)
+        self.norm_E = new_weight(own.rule.value_width)
         self.A_log_V, self.dt_bias_V = (nn.Buffer(torch.empty(V, dtype=torch.float32, device=device)) for _ in range(2))
 
     def forward(
         self, x_TH: Tensor, rotation: Rotation, attn: AttentionFn, layer: int, rows_R: Tensor | None = None
     ) -> Tensor | Partials:
         """As of GatedAttention.  Nothing turns with positions."""
-        V, E, C = self.config.value_heads, self.config.value_width, self.config.channels
+        V, E, C = self.sizes.value_heads, self.sizes.value_width, self.conv_ZC.shape[1]
         x_TC, z_TY, gates_TW = self.in_proj(x_TH).tensor_split((C, C + V * E), dim=1)
         b_TV, a_TV = (gates_TW if self.gates_proj is None else self.gates_proj(x_TH)).chunk(2, dim=1)
         gates = Gates(a_TV, b_TV, self.A_log_V, self.dt_bias_V)
-        out_RVE = attn(layer, GatedDeltaInputs(x_TC, gates, self.conv_ZC, self.config), rows_R)
+        out_RVE = attn(layer, GatedDeltaInputs(x_TC, Convolution(self.conv_ZC), gates, self.sizes), rows_R)
         z_RY = z_TY if rows_R is None else select_rows(z_TY, rows_R)
         normed_RVE = gated_norm(out_RVE, z_RY.unflatten(1, (V, E)), self.norm_E, self.eps)
         return self.out_proj(normed_RVE.flatten(1), partials=True)

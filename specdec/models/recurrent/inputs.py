@@ -1,12 +1,14 @@
 """What one recurrent layer hands to a pass, and the pass of a target that has such layers beside attention.
 
 A layer calls the pass as attention layers do, with inputs of its own; so a model's code is one for both, and for training.
+Each rule has inputs of its own, in a module beside this one, which knows no rule.
 
-Shapes: as of ops/recurrent/states.py.  E: a value's width.
+Shapes: as of ops/recurrent/states.py.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 
 import torch.nn.functional as F
@@ -15,34 +17,38 @@ from torch import Tensor
 from specdec.attention.inputs import AttentionFn, DenseHeads, LayerCall, LayerInputs
 from specdec.attention.kinds import PLAIN, Scoring
 from specdec.models.recurrent.pool import StatePool
-from specdec.models.recurrent.sizes import RecurrentConfig
-from specdec.ops.recurrent.conv import chunk_convolution, convolved, tree_convolution
-from specdec.ops.recurrent.gated_delta import Gates, chunk_outputs, row_outputs, tree_outputs
-from specdec.ops.recurrent.states import ChunkSteps, LayerStates, TreeSteps
+from specdec.ops.recurrent.conv import Convolution, chunk_convolution, convolved, tree_convolution
+from specdec.ops.recurrent.states import ChunkSteps, LayerStates, RuleStates, TreeSteps
 
 
 @dataclass
-class GatedDeltaInputs(LayerInputs):
-    """Projections of the pass's tokens, before the convolution.
-
-    x_TC: queries of all key heads, their keys, values of all value heads.  weight_ZC: the convolution's.  config: its sizes.
-    """
+class RecurrentInputs(LayerInputs):
+    """What the projections made of the pass's tokens.  x_TC: what the convolution reads.  conv: its weights."""
 
     x_TC: Tensor
-    gates: Gates
-    weight_ZC: Tensor
-    config: RecurrentConfig
+    conv: Convolution
 
     def by_states(self, layer: LayerStates, steps: TreeSteps | ChunkSteps) -> Tensor:
-        """[T, H, E]: the outputs of all tokens.  The layer's states go on by what is pending, and by the parts of prompts."""
+        """The outputs of all tokens, [T, ..].  The layer's states go on by what is pending, and by the parts of prompts."""
         if isinstance(steps, TreeSteps):
-            return tree_outputs(tree_convolution(self.x_TC, self.weight_ZC, layer, steps), self.gates, layer, steps)
-        return chunk_outputs(chunk_convolution(self.x_TC, self.weight_ZC, layer, steps), self.gates, layer, steps)
+            return self.over_trees(tree_convolution(self.x_TC, self.conv, layer.conv, steps), layer.rule, steps)
+        return self.over_parts(chunk_convolution(self.x_TC, self.conv, layer.conv, steps), layer.rule, steps)
 
     def whole_rows(self, rows: int) -> Tensor:
-        x_BNC = F.pad(self.x_TC.view(rows, -1, self.x_TC.shape[1]), (0, 0, self.config.taps - 1, 0))
-        sizes = self.config.key_heads, self.config.key_width, self.config.value_width
-        return row_outputs(convolved(x_BNC, self.weight_ZC), self.gates, *sizes).flatten(0, 1)
+        x_BNC = F.pad(self.x_TC.view(rows, -1, self.x_TC.shape[1]), (0, 0, self.conv.weight_ZC.shape[0] - 1, 0))
+        return self.over_rows(convolved(x_BNC, self.conv)).flatten(0, 1)
+
+    @abstractmethod
+    def over_trees(self, y_TC: Tensor, memory: RuleStates | None, steps: TreeSteps) -> Tensor:
+        """The outputs of trees' nodes, [T, ..].  y_TC: what the convolution made.  memory: None if the layer keeps no more."""
+
+    @abstractmethod
+    def over_parts(self, y_TC: Tensor, memory: RuleStates | None, steps: ChunkSteps) -> Tensor:
+        """The outputs of parts of prompts, [T, ..]."""
+
+    @abstractmethod
+    def over_rows(self, y_BNC: Tensor) -> Tensor:
+        """The outputs of whole rows, [B, N, ..], without states that anybody keeps; differentiable."""
 
     def paged(self, call: LayerCall) -> Tensor:
         raise AssertionError("a recurrent layer keeps no keys: its target's passes are hybrid ones")
@@ -61,7 +67,7 @@ class HybridPass:
         self.attention, self.pool, self.steps = attention, pool, steps
 
     def __call__(self, layer: int, inputs: LayerInputs, rows_R: Tensor | None = None, scoring: Scoring = PLAIN) -> Tensor:
-        if not isinstance(inputs, GatedDeltaInputs):
+        if not isinstance(inputs, RecurrentInputs):
             return self.attention(layer, inputs, rows_R, scoring)
-        out_THE = inputs.by_states(self.pool.layer(layer), self.steps)
-        return out_THE if rows_R is None else out_THE.index_select(0, rows_R)
+        out_T = inputs.by_states(self.pool.layer(layer), self.steps)
+        return out_T if rows_R is None else out_T.index_select(0, rows_R)

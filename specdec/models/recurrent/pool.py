@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specdec.limits import RESERVED_STATES, ZEROS
 from specdec.models.recurrent.sizes import RecurrentConfig, state_dtype
-from specdec.ops.recurrent.states import LayerStates
+from specdec.ops.recurrent.states import ConvStates, LayerStates, RuleStates
 
 
 class StatePool:
@@ -32,29 +32,40 @@ class StatePool:
         device: torch.device | str,
     ) -> None:
         assert RESERVED_STATES <= with_nodes <= numbers
-        wide, heads, places = state_dtype(dtype), config.value_heads, {layer: at for at, layer in enumerate(layers)}
+        places, rule = {layer: at for at, layer in enumerate(layers)}, config.rule
 
-        def buffer(rows: int, *shape: int, dtype: torch.dtype = wide) -> Tensor:
+        def buffer(dtype: torch.dtype, rows: int, *shape: int) -> Tensor:
             # Uninitialised, as KVCache's: nobody may read a state that nobody has written.
             return torch.empty(len(places), rows, *shape, dtype=dtype, device=device)
 
-        self.buffers = LayerStates(
-            buffer(numbers, heads, config.key_width, config.value_width),
-            buffer(numbers, config.taps - 1, config.channels, dtype=dtype),
-            buffer(with_nodes, nodes, config.key_heads, config.key_width),
-            buffer(with_nodes, nodes, heads, config.value_width),
-            buffer(with_nodes, nodes, heads),
-            buffer(with_nodes, nodes, config.channels, dtype=dtype),
+        conv = ConvStates(
+            buffer(dtype, numbers, config.taps - 1, config.channels), buffer(dtype, with_nodes, nodes, config.channels)
         )
-        for tensor in self.buffers[:2]:
-            tensor[:, ZEROS] = 0
-        self._views = {layer: LayerStates(*(tensor[at] for tensor in self.buffers)) for layer, at in places.items()}
+        conv.conv_PWC[:, ZEROS] = 0
+        self.buffers = LayerStates(conv, None)
+        if rule is not None:
+            wide, left = state_dtype(dtype), (with_nodes, nodes)
+            states = RuleStates(
+                buffer(wide, numbers, rule.value_heads, rule.key_width, rule.value_width),
+                buffer(wide, *left, rule.key_heads, rule.key_width),
+                buffer(wide, *left, rule.value_heads, rule.value_width),
+                buffer(wide, *left, rule.value_heads, *(rule.key_width,) * rule.by_channel),
+            )
+            states.state_PHKV[:, ZEROS] = 0
+            self.buffers = LayerStates(conv, states)
+        self._views = {layer: _at(self.buffers, at) for layer, at in places.items()}
 
     @property
     def bytes(self) -> int:
         """Bytes of all buffers."""
-        return sum(tensor.nbytes for tensor in self.buffers)
+        return sum(tensor.nbytes for memory in self.buffers if memory is not None for tensor in memory)
 
     def layer(self, layer: int) -> LayerStates:
         """What the layer of that number keeps; the same object at every call."""
         return self._views[layer]
+
+
+def _at(buffers: LayerStates, at: int) -> LayerStates:
+    """One layer's part of all layers' buffers."""
+    conv, rule = buffers
+    return LayerStates(ConvStates(*(x[at] for x in conv)), None if rule is None else RuleStates(*(x[at] for x in rule)))

@@ -15,7 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.ops.launch import chained
-from specdec.ops.recurrent.states import ChunkSteps, LayerStates, TreeSteps, lie_whole
+from specdec.ops.recurrent.conv import Convolution
+from specdec.ops.recurrent.states import ChunkSteps, ConvStates, TreeSteps, lie_whole
 
 
 class ConvTiles(NamedTuple):
@@ -38,7 +39,7 @@ CHUNK = ConvTiles(256, 2, 16)
 @triton.jit
 def tree_convolution_kernel(
     x,  # [B * N, C]
-    weight,  # [W + 1, C]
+    weight, bias,  # [W + 1, C], [C]
     conv,  # [P, W, C]
     left,  # [L, .., C]: inputs of the last trees' nodes
     read, write, count,  # [B]
@@ -46,7 +47,7 @@ def tree_convolution_kernel(
     parents,  # [B, N]
     out,  # [B * N, C]
     stride_x, stride_conv, stride_left,
-    C: tl.constexpr, W: tl.constexpr, N: tl.constexpr, E: tl.constexpr, CHAIN: tl.constexpr,
+    C: tl.constexpr, W: tl.constexpr, N: tl.constexpr, E: tl.constexpr, CHAIN: tl.constexpr, SILU: tl.constexpr,
     STEPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program computes STEPS times ROWS nodes.  What is a round old it reads before its wait."""
@@ -54,9 +55,7 @@ def tree_convolution_kernel(
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ok_C = c < C
     number, accepted = tl.load(read + b, cache_modifier=".cg"), tl.load(count + b, cache_modifier=".cg")
-    weights, rows, lasts = (), (), ()
-    for tap in tl.static_range(W + 1):
-        weights = weights + (tl.load(weight + tap * C + c, mask=ok_C, other=0.0).to(tl.float32),)  # type: ignore[assignment]
+    weights, rows, lasts = _weights(weight, bias, c, ok_C, C, W), (), ()
     for w in tl.static_range(W):  # the last inputs of the text, its pending path included
         place = accepted + w
         node = tl.load(path + b * E + place - W, mask=place >= W, other=0, cache_modifier=".cg")
@@ -72,10 +71,10 @@ def tree_convolution_kernel(
     if N == 1:
         x_C = tl.load(x + b * stride_x + c, mask=ok_C, other=0.0)
         tl.store(left + number * stride_left + c, x_C, mask=ok_C)
-        y_C = x_C.to(tl.float32) * weights[W]
+        y_C = x_C.to(tl.float32) * weights[W] + weights[W + 1]
         for w in tl.static_range(W - 1, -1, -1):
             y_C += lasts[w].to(tl.float32) * weights[w]
-        tl.store(out + b * C + c, _silu(y_C, ASM).to(out.dtype.element_ty), mask=ok_C)
+        tl.store(out + b * C + c, _ended(y_C, SILU, ASM).to(out.dtype.element_ty), mask=ok_C)
     else:
         from_x, from_parents = x + b * N * stride_x, parents + b * N
         n = group * STEPS * ROWS + tl.arange(0, ROWS)
@@ -86,7 +85,7 @@ def tree_convolution_kernel(
             ok_NC, later_N = (n < N)[:, None] & ok_C[None, :], n + ROWS
             is_later_NC = (later_N < N)[:, None] & ok_C[None, :] & (step + 1 < STEPS)
             next_NC = tl.load(from_x + (later_N * stride_x)[:, None] + c[None, :], mask=is_later_NC, other=0.0)
-            y_NC, at_N = own_NC.to(tl.float32) * weights[W][None, :], n
+            y_NC, at_N = own_NC.to(tl.float32) * weights[W][None, :] + weights[W + 1][None, :], n
             for tap in tl.static_range(W - 1, -1, -1):
                 above_N = at_N - 1  # the node so many tokens before; -1, -2, ..: last inputs
                 if not CHAIN:
@@ -99,12 +98,27 @@ def tree_convolution_kernel(
                 y_NC += x_NC.to(tl.float32) * weights[tap][None, :]
             # Stores come last: no load is moved in front of one.
             tl.store(left + number * stride_left + n[:, None] * C + c[None, :], own_NC, mask=ok_NC)
-            tl.store(out + (b * N + n)[:, None] * C + c[None, :], _silu(y_NC, ASM).to(out.dtype.element_ty), mask=ok_NC)
+            tl.store(out + (b * N + n)[:, None] * C + c[None, :], _ended(y_NC, SILU, ASM).to(out.dtype.element_ty), mask=ok_NC)
 
 
 @triton.jit
-def _silu(y, ASM: tl.constexpr):
-    """y * sigmoid(y).  ASM: by the GPU's own instructions, five in place of a dozen."""
+def _weights(weight, bias, c, ok_C, C: tl.constexpr, W: tl.constexpr):
+    """Those of all taps, and the bias, or zeros in its place."""
+    weights = ()
+    for tap in tl.static_range(W + 1):
+        weights = weights + (tl.load(weight + tap * C + c, mask=ok_C, other=0.0).to(tl.float32),)  # type: ignore[assignment]
+    if bias is None:
+        bias_C = tl.zeros_like(weights[0])  # type: ignore[misc]
+    else:
+        bias_C = tl.load(bias + c, mask=ok_C, other=0.0).to(tl.float32)
+    return weights + (bias_C,)
+
+
+@triton.jit
+def _ended(y, SILU: tl.constexpr, ASM: tl.constexpr):
+    """y * sigmoid(y), or y.  ASM: by the GPU's own instructions, five in place of a dozen."""
+    if not SILU:
+        return y
     if ASM:
         return tl.inline_asm_elementwise(
             "{ .reg .f32 e; mul.f32 e, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 e, e; add.f32 e, e, 0f3F800000; "
@@ -117,21 +131,20 @@ def _silu(y, ASM: tl.constexpr):
 @triton.jit
 def chunk_convolution_kernel(
     x,  # [T, C]
-    weight,  # [W + 1, C]
+    weight, bias,  # [W + 1, C], [C]
     conv,  # [P, W, C]
     cu,  # [B + 1]
     read, write, keep, after,  # [B]
     out,  # [T, C]
     stride_x, stride_conv,
-    C: tl.constexpr, W: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    C: tl.constexpr, W: tl.constexpr, SILU: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, ASM: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """A program goes through its tokens, with the last W inputs in registers: each is read once, but for W at the beginning."""
     tile, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ok_C = c < C
-    weights = ()
-    for tap in tl.static_range(W + 1):
-        weights = weights + (tl.load(weight + tap * C + c, mask=ok_C, other=0.0).to(tl.float32),)  # type: ignore[assignment]
+    weights = _weights(weight, bias, c, ok_C, C, W)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -146,11 +159,11 @@ def chunk_convolution_kernel(
         for t in tl.static_range(TOKENS):  # all loads before the first store, in front of which none is moved
             inputs = inputs + (tl.load(from_x + (first + t) * stride_x, mask=ok_C & (first + t < tokens), other=0.0),)  # type: ignore[assignment]
         for t in tl.static_range(TOKENS):
-            y_C = inputs[t].to(tl.float32) * weights[0]  # type: ignore[misc]
+            y_C = inputs[t].to(tl.float32) * weights[0] + weights[W + 1]
             for w in tl.static_range(1, W + 1):
                 y_C += inputs[t + w].to(tl.float32) * weights[w]
             to_out = out + (begin + first + t) * C + c
-            tl.store(to_out, _silu(y_C, ASM).to(out.dtype.element_ty), mask=ok_C & (first + t < tokens))
+            tl.store(to_out, _ended(y_C, SILU, ASM).to(out.dtype.element_ty), mask=ok_C & (first + t < tokens))
     if tile == 0:
         kept_at = tl.load(after + b)
         to_last, to_kept = conv + tl.load(write + b) * stride_conv + c, conv + tl.load(keep + b) * stride_conv + c
@@ -168,11 +181,11 @@ def _input(place, from_conv, from_x, stride_x, ok_C, C: tl.constexpr, W: tl.cons
 
 
 def launch_tree_convolution(
-    x_TC: Tensor, weight_ZC: Tensor, layer: LayerStates, steps: TreeSteps, tiles: ConvTiles | None = None
+    x_TC: Tensor, conv: Convolution, layer: ConvStates, steps: TreeSteps, tiles: ConvTiles | None = None
 ) -> Tensor:
     """`conv.tree_convolution`: [T, C]."""
     (B, N), E = steps.parents_BN.shape, steps.path_BE.shape[1]
-    C, W = _sizes(x_TC, weight_ZC, layer, steps)
+    C, W = _sizes(x_TC, conv, layer, steps)
     left_LNC, out_TC = layer.x_LNC, torch.empty_like(x_TC, memory_format=torch.contiguous_format)
     assert x_TC.shape[0] == B * N and N <= left_LNC.shape[1] and left_LNC.dtype == x_TC.dtype
     assert left_LNC.stride()[1:] == (C, 1)
@@ -182,34 +195,36 @@ def launch_tree_convolution(
     if B:
         own = triton.cdiv(steps_in_all, max(1, tiles.programs // (blocks * B)))
         tree_convolution_kernel[(blocks, triton.cdiv(steps_in_all, own), B)](
-            x_TC, weight_ZC, layer.conv_PWC, left_LNC, steps.read_B, steps.write_B, steps.count_B, steps.path_BE,
+            x_TC, *conv[:2], layer.conv_PWC, left_LNC, steps.read_B, steps.write_B, steps.count_B, steps.path_BE,
             steps.parents_BN, out_TC, x_TC.stride(0), layer.conv_PWC.stride(0), left_LNC.stride(0), C=C, W=W, N=N, E=E,
-            CHAIN=steps.is_chain, STEPS=own, ROWS=tiles.rows, BLOCK=block, ASM=x_TC.is_cuda, num_warps=tiles.warps,
-            **chained(x_TC.device),
-        )  # fmt: skip
-    return out_TC
-
-
-def launch_chunk_convolution(
-    x_TC: Tensor, weight_ZC: Tensor, layer: LayerStates, steps: ChunkSteps, tiles: ConvTiles = CHUNK
-) -> Tensor:
-    """`conv.chunk_convolution`: [T, C]."""
-    B, (C, W) = len(steps.read_B), _sizes(x_TC, weight_ZC, layer, steps)
-    out_TC = torch.empty_like(x_TC, memory_format=torch.contiguous_format)
-    block = min(tiles.channels, triton.next_power_of_2(C))
-    if B:
-        chunk_convolution_kernel[(triton.cdiv(C, block), max(1, triton.cdiv(steps.most, tiles.rows)), B)](
-            x_TC, weight_ZC, layer.conv_PWC, steps.cu_B1, steps.read_B, steps.write_B, steps.keep_B, steps.after_B, out_TC,
-            x_TC.stride(0), layer.conv_PWC.stride(0), C=C, W=W, TOKENS=tiles.rows, BLOCK=block, ASM=x_TC.is_cuda,
+            CHAIN=steps.is_chain, SILU=conv.silu, STEPS=own, ROWS=tiles.rows, BLOCK=block, ASM=x_TC.is_cuda,
             num_warps=tiles.warps, **chained(x_TC.device),
         )  # fmt: skip
     return out_TC
 
 
-def _sizes(x_TC: Tensor, weight_ZC: Tensor, layer: LayerStates, steps: TreeSteps | ChunkSteps) -> tuple[int, int]:
+def launch_chunk_convolution(
+    x_TC: Tensor, conv: Convolution, layer: ConvStates, steps: ChunkSteps, tiles: ConvTiles = CHUNK
+) -> Tensor:
+    """`conv.chunk_convolution`: [T, C]."""
+    B, (C, W) = len(steps.read_B), _sizes(x_TC, conv, layer, steps)
+    out_TC = torch.empty_like(x_TC, memory_format=torch.contiguous_format)
+    block = min(tiles.channels, triton.next_power_of_2(C))
+    if B:
+        chunk_convolution_kernel[(triton.cdiv(C, block), max(1, triton.cdiv(steps.most, tiles.rows)), B)](
+            x_TC, *conv[:2], layer.conv_PWC, steps.cu_B1, steps.read_B, steps.write_B, steps.keep_B, steps.after_B, out_TC,
+            x_TC.stride(0), layer.conv_PWC.stride(0), C=C, W=W, SILU=conv.silu, TOKENS=tiles.rows, BLOCK=block,
+            ASM=x_TC.is_cuda, num_warps=tiles.warps, **chained(x_TC.device),
+        )  # fmt: skip
+    return out_TC
+
+
+def _sizes(x_TC: Tensor, conv: Convolution, layer: ConvStates, steps: TreeSteps | ChunkSteps) -> tuple[int, int]:
     """C and W."""
     assert lie_whole(steps)
     (_, W, C), conv_PWC = layer.conv_PWC.shape, layer.conv_PWC
-    assert weight_ZC.shape == (W + 1, C) and weight_ZC.is_contiguous() and x_TC.shape[1] == C and x_TC.stride(1) == 1
+    assert conv.weight_ZC.shape == (W + 1, C) and conv.weight_ZC.is_contiguous()
+    assert x_TC.shape[1] == C and x_TC.stride(1) == 1
+    assert conv.bias_C is None or conv.bias_C.shape == (C,) and conv.bias_C.is_contiguous()
     assert conv_PWC.stride()[1:] == (C, 1) and conv_PWC.dtype == x_TC.dtype
     return C, W

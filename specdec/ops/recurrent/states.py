@@ -7,9 +7,12 @@ The last verified path may still be missing in a state: it is *pending*.  The pa
 what each node of its tree would add, and the sequence knows which of the nodes were accepted.  The next pass adds them first.
 So a state is read and written once a round.
 
+Layers differ in their rule.  A state is a matrix for each head, onto which every rule adds products of a key and of what it
+calls u (rule.py); before the rule stands a convolution, and some layers have nothing but it.
+
 Shapes: P numbers, L of them that may hold nodes, H value heads, G key heads, K and V their widths, W inputs that the
-convolution looks back, C its channels (2 G K + H V: those of queries, keys and values), N nodes, E places on a path, B
-sequences, T tokens.
+convolution looks back, C its channels (before a rule 2 G K + H V: those of queries, keys and values), N nodes, E places on a
+path, B sequences, T tokens.
 """
 
 from __future__ import annotations
@@ -19,21 +22,35 @@ from typing import NamedTuple
 from torch import Tensor
 
 
-class LayerStates(NamedTuple):
-    """One layer's memory.
+class ConvStates(NamedTuple):
+    """A convolution's memory, in the model's dtype.
 
-    state_PHKV: in float32 or wider.  conv_PWC: the last inputs of the convolution, the oldest first, in the model's dtype.
-    The rest is what the nodes of the last tree left, in the order of the nodes, of the first L numbers alone:
-    k_LNGK: their keys, of length 1.  u_LNHV: what each adds with its key.  decay_LNH: log-decays, summed along each node's
-    path, its own included; all three in the states' dtype.  x_LNC: their inputs of the convolution.
+    conv_PWC: the last inputs, the oldest first.  x_LNC: inputs of the last tree's nodes, of the first L numbers alone.
+    """
+
+    conv_PWC: Tensor
+    x_LNC: Tensor
+
+
+class RuleStates(NamedTuple):
+    """A rule's memory, in float32 or wider.
+
+    state_PHKV: the states.  The rest is what the nodes of the last tree left, in the order of the nodes, of the first L numbers
+    alone: k_LNGK: their keys.  u_LNHV: what each adds with its key.  decay_LNH: log-decays, summed along each node's path, its
+    own included; of a rule whose every key channel fades by itself, [L, N, H, K].
     """
 
     state_PHKV: Tensor
-    conv_PWC: Tensor
     k_LNGK: Tensor
     u_LNHV: Tensor
     decay_LNH: Tensor
-    x_LNC: Tensor
+
+
+class LayerStates(NamedTuple):
+    """One layer's memory.  rule: None if the layer is a convolution and no more."""
+
+    conv: ConvStates
+    rule: RuleStates | None
 
 
 class TreeSteps(NamedTuple):

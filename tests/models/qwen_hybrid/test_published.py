@@ -57,7 +57,7 @@ def test_published_configs_are_read(raw: dict[str, Any], layers: int, state: flo
     """Keeps out: a key that every file has and nobody reads; states of another size than the reference says."""
     config = parse_qwen_hybrid(unwrapped(raw, "here"), "here")
     assert len(config.recurrent_layers) == layers and config.recurrent is not None and config.dtype == "bfloat16"
-    assert config.recurrent.value_heads * 128 * 128 * 4 == pytest.approx(state, rel=0.02)
+    assert config.recurrent.outputs * 128 * 4 == pytest.approx(state, rel=0.02)
     assert (config.rope.theta, config.rope.rotated, config.mtp_layers, config.max_position) == (1e7, 64, 1, 262144)
     assert config.experts is None or (config.experts.router.normed and config.experts.shared_gated)
 

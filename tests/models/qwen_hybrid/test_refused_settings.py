@@ -11,16 +11,17 @@ from specdec import SpecConfig
 from specdec.loading.memory import plan_states
 from specdec.loading.resolve import check_recurrent
 from specdec.models.recurrent.pool import StatePool
-from specdec.models.recurrent.sizes import RecurrentConfig
+from specdec.models.recurrent.sizes import RecurrentConfig, RuleSizes
 
-FITS, HOPPER = RecurrentConfig(2, 4, 16, 32, 4), 227 << 10
+RULE, HOPPER = RuleSizes(2, 4, 16, 32), 227 << 10
+FITS = RecurrentConfig(4, RULE)
 
 
 @pytest.mark.parametrize(
     ("sizes", "changes", "said"),
     [
-        (replace(FITS, key_width=8), {}, "key heads of 8; nearest setting that works: device='cpu'"),
-        (replace(FITS, value_width=48), {}, "value heads of 48"),
+        (RecurrentConfig(4, replace(RULE, key_width=8)), {}, "key heads of 8; nearest setting that works: device='cpu'"),
+        (RecurrentConfig(4, replace(RULE, value_width=48)), {}, "value heads of 48"),
         (FITS, {"dtype": torch.float64, "cuda_graphs": "round"}, "nearest setting that works: cuda_graphs=False"),
         (FITS, {"spec": SpecConfig(8, 8, 200)}, "at most 128 .* got 200; nearest setting that works: 128"),
     ],

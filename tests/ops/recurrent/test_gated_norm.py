@@ -5,8 +5,8 @@ import torch
 from toolkit.kernels import DEVICE
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
-from specdec.ops.recurrent.gated_norm import gated_norm
-from specdec.ops.recurrent.gated_norm_triton import launch_gated_norm
+from specdec.ops.recurrent.gates.gated_norm import gated_norm
+from specdec.ops.recurrent.gates.gated_norm_triton import launch_gated_norm
 
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 

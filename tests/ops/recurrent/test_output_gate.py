@@ -4,8 +4,8 @@ import pytest
 import torch
 from toolkit.kernels import DEVICE
 
-from specdec.ops.recurrent.output_gate import gated_output
-from specdec.ops.recurrent.output_gate_triton import launch_gated_output
+from specdec.ops.recurrent.gates.output_gate import gated_output
+from specdec.ops.recurrent.gates.output_gate_triton import launch_gated_output
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -9,12 +9,13 @@ import pytest
 import torch
 from toolkit.inside.captures import capturing
 from toolkit.recurrent.made import Sizes, Weights, path_to, random_tree, steps_of, trash_steps
+from toolkit.recurrent.rounds import mapped
 from torch import Tensor
 
 from specdec.ops.recurrent.chunks.launch import launch_chunk_rule
-from specdec.ops.recurrent.conv import chunk_convolution, tree_convolution
+from specdec.ops.recurrent.conv import Convolution, chunk_convolution, tree_convolution
 from specdec.ops.recurrent.gated_delta import Gates, chunk_outputs, tree_outputs
-from specdec.ops.recurrent.states import ChunkSteps, LayerStates, TreeSteps
+from specdec.ops.recurrent.states import ChunkSteps, ConvStates, LayerStates, RuleStates, TreeSteps
 from specdec.ops.recurrent.trees.rule_triton import launch_tree_rule
 
 pytestmark = pytest.mark.gpu
@@ -26,12 +27,13 @@ BOUNDS = {"tf32x3": 5e-6, "ieee": 5e-6}  # of what is float32: states and what n
 def layer_of(numbers: int, nodes: int) -> LayerStates:
     G, H, K, V, Z = SIZES
     made = {"device": "cuda"}
-    return LayerStates(
-        torch.randn(numbers, H, K, V, **made).mul(0.3), torch.randn(numbers, Z - 1, SIZES.C, **made).bfloat16(),
+    inputs = (torch.randn(numbers, each, SIZES.C, **made).bfloat16() for each in (Z - 1, nodes))
+    rule = RuleStates(
+        torch.randn(numbers, H, K, V, **made).mul(0.3),
         torch.nn.functional.normalize(torch.randn(numbers, nodes, G, K, **made), dim=-1),
         torch.randn(numbers, nodes, H, V, **made), -torch.rand(numbers, nodes, H, **made).cumsum(1),
-        torch.randn(numbers, nodes, SIZES.C, **made).bfloat16(),
     )  # fmt: skip
+    return LayerStates(ConvStates(*inputs), rule)
 
 
 def tokens_of(count: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -68,16 +70,16 @@ def trees(kind: str, seed: int) -> TreeSteps:
 def test_trees_of_real_widths(kind: str, precision: str) -> None:
     """Keeps out: products that lose float32's accuracy, and a program that reads what another one writes."""
     steps, layer, weights = trees(kind, 1), layer_of(2 + 2 * ROWS, NODES), weights_of()
-    exact = LayerStates(*(each.double() for each in layer))
+    exact = mapped(layer, torch.Tensor.double)
     y, a, b = tokens_of(steps.parents_BN.numel())
     gates = weights.gates(a, b)
     with torch.inference_mode():
-        out = launch_tree_rule(y, gates, layer, steps, precision)
-    want = tree_outputs(y.double(), doubled(gates), exact, steps)
+        out = launch_tree_rule(y, gates, layer.rule, steps, precision)
+    want = tree_outputs(y.double(), doubled(gates), exact.rule, steps)
     N, here = steps.parents_BN.shape[1], steps.write_B
-    errors = {"states": error(layer.state_PHKV[here], exact.state_PHKV[here])}
+    errors = {"states": error(layer.rule.state_PHKV[here], exact.rule.state_PHKV[here])}
     for name in ("k_LNGK", "u_LNHV", "decay_LNH"):
-        errors[name] = error(getattr(layer, name)[here, :N], getattr(exact, name)[here, :N])
+        errors[name] = error(getattr(layer.rule, name)[here, :N], getattr(exact.rule, name)[here, :N])
     print(f"{kind}, {precision}: outputs {error(out, want):.1e},", {name: f"{value:.1e}" for name, value in errors.items()})
     assert error(out, want) < 3e-3 and max(errors.values()) < BOUNDS[precision]
 
@@ -87,23 +89,23 @@ def test_parts_of_real_widths(lengths: list[int]) -> None:
     """Keeps out: an error that grows from block to block, and halves of which the compiler leaves nothing to the second."""
     B, tokens = len(lengths), sum(lengths)
     layer, weights = layer_of(2 + 2 * B, 1), weights_of()
-    exact = LayerStates(*(each.double() for each in layer))
+    exact = mapped(layer, torch.Tensor.double)
     read_B, write_B = torch.tensor([[2 + 2 * b, 3 + 2 * b] for b in range(B)], device="cuda").T.contiguous()
     cu_B1 = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
     steps = ChunkSteps(read_B, write_B, cu_B1, *(each.cuda() for each in trash_steps(B)), max(lengths))
     x, a, b = tokens_of(tokens)
     gates = weights.gates(a, b)
     with torch.inference_mode():
-        y = chunk_convolution(x, weights.conv_ZC, layer, steps)
-        out = launch_chunk_rule(y, gates, layer, steps)
-    want_y = chunk_convolution(x.double(), weights.conv_ZC.double(), exact, steps)
-    want = chunk_outputs(y.double(), doubled(gates), exact, steps)
-    states = error(layer.state_PHKV[write_B], exact.state_PHKV[write_B])
+        y = chunk_convolution(x, weights.conv, layer.conv, steps)
+        out = launch_chunk_rule(y, gates, layer.rule, steps)
+    want_y = chunk_convolution(x.double(), Convolution(weights.conv_ZC.double()), exact.conv, steps)
+    want = chunk_outputs(y.double(), doubled(gates), exact.rule, steps)
+    states = error(layer.rule.state_PHKV[write_B], exact.rule.state_PHKV[write_B])
     print(f"{lengths}: convolution {error(y, want_y):.1e}, outputs {error(out, want):.1e}, states {states:.1e}")
     # Of outputs 1.7e-3 are their own rounding; what only goes into them is rounded to 16 bits, too: see chunks/launch.py.
     # States: 3.4e-5 on an H200 after 8,192 tokens, 1e-3 where a second half is lost.
     assert error(y, want_y) < 3e-3 and error(out, want) < 4e-3 and states < 6e-5
-    assert torch.equal(layer.conv_PWC[write_B].double(), exact.conv_PWC[write_B])
+    assert torch.equal(layer.conv.conv_PWC[write_B].double(), exact.conv.conv_PWC[write_B])
 
 
 def test_a_captured_round_moves_numbers() -> None:
@@ -113,20 +115,20 @@ def test_a_captured_round_moves_numbers() -> None:
     gates = weights.gates(a, b)
 
     def rounds(layer: LayerStates) -> Tensor:
-        return tree_outputs(tree_convolution(x, weights.conv_ZC, layer, steps), gates, layer, steps)
+        return tree_outputs(tree_convolution(x, weights.conv, layer.conv, steps), gates, layer.rule, steps)
 
     with torch.inference_mode():
-        rounds(LayerStates(*(each.clone() for each in layer)))
+        rounds(mapped(layer, torch.clone))
         graph = torch.cuda.CUDAGraph()
         with capturing(graph):
             out = rounds(layer)
         for turn in range(4):
-            own = LayerStates(*(each.clone() for each in layer))
+            own = mapped(layer, torch.clone)
             want = rounds(own)
             torch.cuda.synchronize()
             graph.replay()
             torch.cuda.synchronize()
-            assert torch.equal(out, want) and all(map(torch.equal, layer, own)), turn
+            assert torch.equal(out, want) and all(map(torch.equal, (*layer.conv, *layer.rule), (*own.conv, *own.rule))), turn
             after = trees("tree", 3 + turn)  # numbers swapped, other trees and paths
             steps.read_B.copy_(torch.where(steps.read_B % 2 == 0, steps.read_B + 1, steps.read_B - 1))
             steps.write_B.copy_(torch.where(steps.write_B % 2 == 0, steps.write_B + 1, steps.write_B - 1))

@@ -50,8 +50,8 @@ def test_nodes_and_commits(seed: int) -> None:
             steps = steps_of(trees, [(read, write) for read, write, _ in numbers], paths, places=40)
             x, a, b = (torch.randn(3 * nodes, width) * 2 for width in (SIZES.C, SIZES.H, SIZES.H))
             a[rng.randrange(len(a))] += 18  # a decay of e^-200 and less
-            y = tree_convolution(x, weights.conv_ZC, layer, steps)
-            out = tree_outputs(y, weights.gates(a, b), layer, steps).view(3, nodes, SIZES.H, SIZES.V)
+            y = tree_convolution(x, weights.conv, layer.conv, steps)
+            out = tree_outputs(y, weights.gates(a, b), layer.rule, steps).view(3, nodes, SIZES.H, SIZES.V)
             for row, (text, tree) in enumerate(zip(texts, trees, strict=True)):
                 own = [part.view(3, nodes, -1)[row] for part in (x, a, b)]
                 for node in range(nodes):
@@ -61,7 +61,7 @@ def test_nodes_and_commits(seed: int) -> None:
                 read, write, other = numbers[row]
                 if len(text.x_MC):
                     _, states = by_the_rule(text.x_MC, text.a_MH, text.b_MH, weights, SIZES)
-                    assert close(layer.state_PHKV[write], states[-1])
+                    assert close(layer.rule.state_PHKV[write], states[-1])
                 numbers[row], paths[row] = [write, other, write], path_to(tree, rng.randrange(nodes))
                 text.grow(*(part[paths[row]] for part in own))
     finally:
@@ -80,8 +80,8 @@ def test_parts_are_one_text(cuts: list[int]) -> None:
     texts = [[torch.randn(total, width, dtype=torch.float64) for width in (SIZES.C, SIZES.H, SIZES.H)] for _ in range(2)]
     wanted = [by_the_rule(*text, weights, SIZES) for text in texts]
     for (x, a, b), (outputs, _) in zip(texts, wanted, strict=True):
-        y = convolved(torch.cat((x.new_zeros(3, SIZES.C), x))[None], weights.conv_ZC)
-        assert close(row_outputs(y, weights.gates(a, b), SIZES.G, SIZES.K, SIZES.V)[0], outputs)
+        y = convolved(torch.cat((x.new_zeros(3, SIZES.C), x))[None], weights.conv)
+        assert close(row_outputs(y, weights.gates(a, b), SIZES.G, SIZES.K)[0], outputs)
     done, numbers = 0, [[0, 2, 3], [0, 4, 5]]
     for cut in cuts:
         after = rng.randrange(1, cut + 1)
@@ -92,12 +92,12 @@ def test_parts_are_one_text(cuts: list[int]) -> None:
         x, a, b = (
             torch.cat((*(text[i][done : done + cut] for text in texts), texts[0][i][:3])) for i in range(3)
         )  # padding last
-        out = chunk_outputs(chunk_convolution(x, weights.conv_ZC, layer, steps), weights.gates(a, b), layer, steps)
+        out = chunk_outputs(chunk_convolution(x, weights.conv, layer.conv, steps), weights.gates(a, b), layer.rule, steps)
         for row, (outputs, states) in enumerate(wanted):
             assert close(out[row * cut : (row + 1) * cut], outputs[done : done + cut])
-            assert close(layer.state_PHKV[numbers[row][1]], states[done + cut - 1])
-        assert close(layer.state_PHKV[7], wanted[1][1][done + after - 1])
+            assert close(layer.rule.state_PHKV[numbers[row][1]], states[done + cut - 1])
+        assert close(layer.rule.state_PHKV[7], wanted[1][1][done + after - 1])
         before = torch.cat((texts[1][0].new_zeros(3, SIZES.C), texts[1][0]))
-        assert torch.equal(layer.conv_PWC[7], before[done + after : done + after + 3])
+        assert torch.equal(layer.conv.conv_PWC[7], before[done + after : done + after + 3])
         numbers = [[write, other, write] for _, write, other in numbers]
         done += cut

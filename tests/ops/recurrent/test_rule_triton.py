@@ -42,8 +42,8 @@ def test_trees_equal_the_definition(sizes: Sizes, nodes: int, kind: str, before:
         now = now._replace(steps=now.steps._replace(is_chain=False))
     y, gates = now.x_TC, now.weights.gates(now.a_TH, now.b_TH)
     layer = copied(now.layer, DEVICE)
-    got = launch_tree_rule(y.to(DEVICE), on_device(gates), layer, moved(now.steps, DEVICE)).cpu()
-    want = tree_outputs(y, gates, now.layer, now.steps)
+    got = launch_tree_rule(y.to(DEVICE), on_device(gates), layer.rule, moved(now.steps, DEVICE)).cpu()
+    want = tree_outputs(y, gates, now.layer.rule, now.steps)
     torch.testing.assert_close(got, want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     equal_memory(layer, now.layer, 1e-5)
 
@@ -59,15 +59,15 @@ def test_a_broken_node_reaches_those_below_it_alone(broken: str, nodes: int) -> 
     for child in range(node + 1, nodes):
         below_BN[:, child] |= below_BN.gather(1, parents[:, child : child + 1])[:, 0]
     y, a, b = now.x_TC.clone(), now.a_TH.clone(), now.b_TH.clone()
-    clean = tree_outputs(y, now.weights.gates(a, b), copied(now.layer, torch.device("cpu")), now.steps)
+    clean = tree_outputs(y, now.weights.gates(a, b), copied(now.layer, torch.device("cpu")).rule, now.steps)
     for row in range(len(parents)):
         at, columns = nodes * row + node, {"query": 1, "key": ALIKE.G * ALIKE.K + 1, "value": 2 * ALIKE.G * ALIKE.K + 1}
         if broken in columns:
             y[at, columns[broken]] = torch.inf if row % 2 else torch.nan
         (a if broken == "decay" else b)[at, 0] = torch.nan if broken in ("decay", "strength") else 0.0
     gates, layer = now.weights.gates(a, b), copied(now.layer, DEVICE)
-    got = launch_tree_rule(y.to(DEVICE), on_device(gates), layer, moved(now.steps, DEVICE)).cpu()
-    want = tree_outputs(y, gates, now.layer, now.steps)
+    got = launch_tree_rule(y.to(DEVICE), on_device(gates), layer.rule, moved(now.steps, DEVICE)).cpu()
+    want = tree_outputs(y, gates, now.layer.rule, now.steps)
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5, equal_nan=True)
     equal_memory(layer, now.layer, 1e-5)
     beside_T = ~below_BN.flatten()
@@ -96,7 +96,7 @@ def test_parts_equal_the_definition(
     steps, layer, tokens = parts_of(lengths, kept, after), copied(now.layer, DEVICE), sum(lengths)
     y, a, b = (torch.cat((each, each.new_full((3, each.shape[1]), torch.nan))) for each in inputs(sizes, tokens, dtype))
     gates = now.weights.gates(a, b)
-    got = launch.launch_chunk_rule(y.to(DEVICE), on_device(gates), layer, moved(steps, DEVICE), tiles).cpu()
-    want = chunk_outputs(y, gates, now.layer, steps)
+    got = launch.launch_chunk_rule(y.to(DEVICE), on_device(gates), layer.rule, moved(steps, DEVICE), tiles).cpu()
+    want = chunk_outputs(y, gates, now.layer.rule, steps)
     torch.testing.assert_close(got[:tokens], want[:tokens], atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     equal_memory(layer, now.layer, 2e-5)

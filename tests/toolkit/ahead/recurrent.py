@@ -5,11 +5,11 @@ Shapes: as of specdec/ops/recurrent/states.py.
 
 from __future__ import annotations
 
-from specdec.ops.recurrent.conv import chunk_convolution, tree_convolution
+from specdec.ops.recurrent.conv import Convolution, chunk_convolution, tree_convolution
 from specdec.ops.recurrent.gated_delta import Gates, chunk_outputs, tree_outputs
-from specdec.ops.recurrent.gated_norm import gated_norm
-from specdec.ops.recurrent.output_gate import gated_output
-from specdec.ops.recurrent.states import ChunkSteps, LayerStates, TreeSteps
+from specdec.ops.recurrent.gates.gated_norm import gated_norm
+from specdec.ops.recurrent.gates.output_gate import gated_output
+from specdec.ops.recurrent.states import ChunkSteps, ConvStates, RuleStates, TreeSteps
 from toolkit.ahead.made import counts, floats, halves, ids
 
 G, H, WIDTH, TAPS = 16, 48, 128, 4  # key and value heads, their widths
@@ -18,21 +18,21 @@ CHANNELS = (2 * G + H) * WIDTH
 
 def recurrent_layers() -> None:
     """Plain steps, chains and trees, and parts of prompts."""
-    layer = LayerStates(
-        floats(80, H, WIDTH, WIDTH), halves(80, TAPS - 1, CHANNELS), floats(66, 60, G, WIDTH), floats(66, 60, H, WIDTH),
-        floats(66, 60, H), halves(66, 60, CHANNELS),
+    inputs = ConvStates(halves(80, TAPS - 1, CHANNELS), halves(66, 60, CHANNELS))
+    memory = RuleStates(
+        floats(80, H, WIDTH, WIDTH), floats(66, 60, G, WIDTH), floats(66, 60, H, WIDTH), floats(66, 60, H)
     )  # fmt: skip
-    weight = halves(TAPS, CHANNELS)
+    conv = Convolution(halves(TAPS, CHANNELS))
     for B in (1, 32):
         for N, depth, E in ((1, 0, 1), (1, 0, 6), (6, 5, 6), (16, 15, 16), (32, 5, 6), (60, 7, 8)):
             steps = TreeSteps(ids(B), ids(B), ids(B, N), depth, N == depth + 1, ids(B, E), counts(B))
-            tree_convolution(halves(B * N, CHANNELS), weight, layer, steps)
+            tree_convolution(halves(B * N, CHANNELS), conv, inputs, steps)
             gates = Gates(halves(B * N, H), halves(B * N, H), floats(H), floats(H))
-            out = tree_outputs(halves(B * N, CHANNELS), gates, layer, steps)
+            out = tree_outputs(halves(B * N, CHANNELS), gates, memory, steps)
             gated_norm(out, halves(B * N, H, WIDTH), halves(WIDTH), 1e-6)
     chunk = ChunkSteps(ids(4), ids(4), counts(5), ids(4), counts(4), 8192)
-    chunk_convolution(halves(8192, CHANNELS), weight, layer, chunk)
-    chunk_outputs(halves(8192, CHANNELS), Gates(halves(8192, H), halves(8192, H), floats(H), floats(H)), layer, chunk)
+    chunk_convolution(halves(8192, CHANNELS), conv, inputs, chunk)
+    chunk_outputs(halves(8192, CHANNELS), Gates(halves(8192, H), halves(8192, H), floats(H), floats(H)), memory, chunk)
     for T, R in ((1, None), (2048, None), (8192, ids(4))):  # of the attention beside these layers: 24 heads of 256
         gate = halves(T, 2 * 24 + 8, 256)[:, :24]
         gated_output(halves(T if R is None else 4, 24, 256), gate, R)

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.limits import TRASH
+from specdec.ops.recurrent.conv import Convolution
 from specdec.ops.recurrent.gated_delta import Gates
-from specdec.ops.recurrent.states import LayerStates, TreeSteps
+from specdec.ops.recurrent.states import ConvStates, LayerStates, RuleStates, TreeSteps
 
 
 class Sizes(NamedTuple):
@@ -40,6 +41,10 @@ class Weights(NamedTuple):
         A_log = torch.rand(sizes.H, dtype=wide).mul(3).clamp(max=2.9)
         return cls(torch.randn(sizes.Z, sizes.C).to(dtype), A_log, torch.rand(sizes.H, dtype=wide))
 
+    @property
+    def conv(self) -> Convolution:
+        return Convolution(self.conv_ZC)
+
     def gates(self, a_TH: Tensor, b_TH: Tensor) -> Gates:
         return Gates(a_TH, b_TH, self.A_log_H, self.dt_bias_H)
 
@@ -52,13 +57,10 @@ def poisoned(sizes: Sizes, numbers: int, own: int, nodes: int, dtype: torch.dtyp
         return torch.full(shape, torch.nan, dtype=dtype, device=device)
 
     G, H, K, V, Z = sizes
-    states = LayerStates(
-        full(numbers, H, K, V), full(numbers, Z - 1, sizes.C, dtype=dtype), full(own, nodes, G, K), full(own, nodes, H, V),
-        full(own, nodes, H), full(own, nodes, sizes.C, dtype=dtype),
-    )  # fmt: skip
-    for tensor in states[:2]:
-        tensor[0] = 0
-    return states
+    conv = ConvStates(full(numbers, Z - 1, sizes.C, dtype=dtype), full(own, nodes, sizes.C, dtype=dtype))
+    rule = RuleStates(full(numbers, H, K, V), full(own, nodes, G, K), full(own, nodes, H, V), full(own, nodes, H))
+    conv.conv_PWC[0] = rule.state_PHKV[0] = 0
+    return LayerStates(conv, rule)
 
 
 def random_tree(nodes: int, rng: random.Random, chain: bool = False) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from specdec.limits import TRASH, ZEROS
 from specdec.ops.recurrent.conv import tree_convolution
 from specdec.ops.recurrent.gated_delta import tree_outputs
-from specdec.ops.recurrent.states import ChunkSteps, LayerStates, TreeSteps
+from specdec.ops.recurrent.states import ChunkSteps, ConvStates, LayerStates, RuleStates, TreeSteps
 from toolkit.recurrent.made import Sizes, Weights, path_to, poisoned, random_tree, steps_of, trash_steps
 
 NUMBERS, OWN = 10, 8  # the last two hold kept states, and never nodes
@@ -37,12 +38,12 @@ def in_the_middle(sizes: Sizes, nodes: int, chain: bool, dtype: torch.dtype, see
     torch.manual_seed(seed)
     weights, layer = Weights.random(sizes, dtype), poisoned(sizes, NUMBERS, OWN, max(nodes, before), dtype)
     for number in (2, 4, 9):
-        layer.state_PHKV[number] = torch.randn(sizes.H, sizes.K, sizes.V, dtype=wide)
-        layer.conv_PWC[number] = torch.randn(sizes.Z - 1, sizes.C).to(dtype)
+        layer.rule.state_PHKV[number] = torch.randn(sizes.H, sizes.K, sizes.V, dtype=wide)
+        layer.conv.conv_PWC[number] = torch.randn(sizes.Z - 1, sizes.C).to(dtype)
     trees = [random_tree(before, rng, row == 0) for row in range(2)]
     first = Round(weights, layer, steps_of(trees, [(9, 2), (9, 4)], [[], []], before), *inputs(sizes, 2 * before, dtype))
-    y_TC = tree_convolution(first.x_TC, weights.conv_ZC, layer, first.steps)
-    tree_outputs(y_TC, weights.gates(first.a_TH, first.b_TH), layer, first.steps)
+    y_TC = tree_convolution(first.x_TC, weights.conv, layer.conv, first.steps)
+    tree_outputs(y_TC, weights.gates(first.a_TH, first.b_TH), layer.rule, first.steps)
     paths = [[], path_to(trees[0], before - 1), path_to(trees[1], rng.randrange(before)), [], []]
     steps = steps_of([random_tree(nodes, rng, chain) for _ in ROWS], list(ROWS), paths, before)
     return Round(weights, layer, steps, *inputs(sizes, len(ROWS) * nodes, dtype))
@@ -65,8 +66,14 @@ def parts_of(lengths: list[int], kept: int, after: int) -> ChunkSteps:
     return ChunkSteps(read_B, write_B, cu_B1, keep_B, after_B, max(lengths))
 
 
+def mapped(layer: LayerStates, change: Callable[[Tensor], Tensor]) -> LayerStates:
+    """Another memory, of what `change` makes of each tensor."""
+    conv, rule = layer
+    return LayerStates(ConvStates(*map(change, conv)), None if rule is None else RuleStates(*map(change, rule)))
+
+
 def copied(layer: LayerStates, device: torch.device) -> LayerStates:
-    return LayerStates(*(each.clone().to(device) for each in layer))
+    return mapped(layer, lambda each: each.clone().to(device))
 
 
 def moved(steps: Steps, device: torch.device) -> Steps:
@@ -76,6 +83,6 @@ def moved(steps: Steps, device: torch.device) -> Steps:
 def equal_memory(got: LayerStates, want: LayerStates, tolerance: float) -> None:
     """But for number 1, which is trash.  What nobody has written is still NaN."""
     kept = [number for number in range(NUMBERS) if number != TRASH]
-    for ours, theirs in zip(got, want, strict=True):
+    for ours, theirs in zip((*got.conv, *(got.rule or ())), (*want.conv, *(want.rule or ())), strict=True):
         own = kept[: len(theirs) - 1]
         torch.testing.assert_close(ours.cpu()[own], theirs[own], atol=tolerance, rtol=tolerance, equal_nan=True)

@@ -32,7 +32,7 @@ from specdec.ops.recurrent.chunks.prepare_triton import FACTORS, chunk_prepare_k
 from specdec.ops.recurrent.chunks.scan_triton import chunk_scan_kernel
 from specdec.ops.recurrent.gated_delta import Gates
 from specdec.ops.recurrent.shared_triton import PRECISION
-from specdec.ops.recurrent.states import ChunkSteps, LayerStates, lie_whole
+from specdec.ops.recurrent.states import ChunkSteps, RuleStates, lie_whole
 from specdec.ops.recurrent.trees.rule_triton import check_rule
 
 
@@ -83,7 +83,7 @@ class Prepared(NamedTuple):
 
 
 def launch_chunk_rule(
-    y_TC: Tensor, gates: Gates, layer: LayerStates, steps: ChunkSteps, tiles: ChunkTiles | None = None
+    y_TC: Tensor, gates: Gates, layer: RuleStates, steps: ChunkSteps, tiles: ChunkTiles | None = None
 ) -> Tensor:  # fmt: skip
     """`gated_delta.chunk_outputs`: [T, H, V]."""
     check_rule(y_TC, gates, layer)
@@ -95,7 +95,7 @@ def launch_chunk_rule(
     return out_THV
 
 
-def launch_prepare(y_TC: Tensor, gates: Gates, layer: LayerStates, steps: ChunkSteps, tiles: ChunkTiles) -> Prepared:
+def launch_prepare(y_TC: Tensor, gates: Gates, layer: RuleStates, steps: ChunkSteps, tiles: ChunkTiles) -> Prepared:
     """What blocks need that no state enters."""
     (_, H, K, _), G, B, N = layer.state_PHKV.shape, layer.k_LNGK.shape[2], len(steps.read_B), tiles.tokens
     rows = -(-len(y_TC) // 16) * 16  # so that Triton knows where heads begin
@@ -115,7 +115,7 @@ def launch_prepare(y_TC: Tensor, gates: Gates, layer: LayerStates, steps: ChunkS
 
 
 def launch_scan(
-    y_TC: Tensor, prepared: Prepared, layer: LayerStates, steps: ChunkSteps, tiles: ChunkTiles, out_THV: Tensor
+    y_TC: Tensor, prepared: Prepared, layer: RuleStates, steps: ChunkSteps, tiles: ChunkTiles, out_THV: Tensor
 ) -> None:
     """The states and outputs, which out_THV takes."""
     (_, H, K, V), G, block_v = layer.state_PHKV.shape, layer.k_LNGK.shape[2], min(layer.state_PHKV.shape[3], tiles.block_v)

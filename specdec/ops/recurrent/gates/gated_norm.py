@@ -18,7 +18,7 @@ from specdec.ops.launch import use_kernels
 def gated_norm(out_THV: Tensor, z_THV: Tensor, weight_V: Tensor, eps: float) -> Tensor:
     """[T, H, V], in out's dtype.  rms(x) = sqrt(mean(x ** 2) + eps).  z's tokens may be strided."""
     if use_kernels(out_THV):
-        from specdec.ops.recurrent.gated_norm_triton import launch_gated_norm
+        from specdec.ops.recurrent.gates.gated_norm_triton import launch_gated_norm
 
         return launch_gated_norm(out_THV, z_THV, weight_V, eps)
     wide = torch.promote_types(out_THV.dtype, torch.float32)

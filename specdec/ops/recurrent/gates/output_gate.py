@@ -19,7 +19,7 @@ def gated_output(out_RQD: Tensor, gate_TQD: Tensor, rows_R: Tensor | None = None
     rows_R: int64, which of the T tokens' outputs these are; None: all.  A token's gates lie side by side.
     """
     if use_kernels(out_RQD):
-        from specdec.ops.recurrent.output_gate_triton import launch_gated_output
+        from specdec.ops.recurrent.gates.output_gate_triton import launch_gated_output
 
         return launch_gated_output(out_RQD, gate_TQD, rows_R)
     gate_RQD = gate_TQD if rows_R is None else gate_TQD.index_select(0, rows_R)

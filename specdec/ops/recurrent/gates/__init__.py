@@ -1,0 +1,1 @@
+"""What multiplies the outputs of recurrent layers, and of attention beside them, and norms them."""
