@@ -154,9 +154,7 @@ def suffix_merge_kernel(
             ok_N = key_N < length
             slot_N = tl.load(slot_table + token * stride_row + key_N, mask=ok_N, other=0, cache_modifier=".cg").to(tl.int64)
             at_ND = kv + (slot_N * stride_slot)[:, None] + d[None, :]
-            at_NE = values_at(
-                kv, at_ND, slot_N, stride_slot, e, q.dtype, e.shape[0] == d.shape[0] and VALUE_DIM == HEAD_DIM, QUANT
-            )
+            at_NE = values_at(kv, at_ND, slot_N, stride_slot, e, q.dtype, VALUE_DIM == HEAD_DIM and COLUMNS >= HEAD_DIM, QUANT)
             # Values are masked too: an unwritten slot may hold NaN, and 0 * NaN is NaN.
             k_ND = tl.load(at_ND, mask=ok_N[:, None] & ok_D[None, :], other=0.0, cache_modifier=".cg")
             v_NE = tl.load(at_NE + stride_v, mask=ok_N[:, None] & ok_E[None, :], other=0.0, cache_modifier=".cg")

@@ -27,6 +27,7 @@ from specdec.attention.kernels.rope_store_triton import StoredView, launch_rope,
 from specdec.attention.kernels.single_query_triton import launch_single_query, reads_own_key_last
 from specdec.attention.kernels.suffix_triton import suffix_merge_kernel
 from specdec.attention.kernels.tiles_triton import (
+    MergeTiles,
     PagedTiles,
     merge_tiles,
     padded,
@@ -280,6 +281,7 @@ def launch_suffix_merge(
     state: AttentionState,
     left_filled: bool,
     sinks_H: Tensor | None = None,
+    tiles: MergeTiles | None = None,
 ) -> None:
     """Launches the kernel that reads the suffix, if there is one, and merges all states into `state`.
 
@@ -287,12 +289,13 @@ def launch_suffix_merge(
     left_filled: True if a query's empty splits come last.
     whole: one more state, [T, H, E] with any strides, or None.
     sinks_H: sinks that `state` then holds, float32, or None.
+    tiles: other ones than `merge_tiles`.
     """
     (T, H, D), (k, v), splits = q_THD.shape, view.heads, partial.lse_TH.shape[2]
     K, E = k.shape[1], v.shape[2]
     groups = K if suffix else H  # a merge alone shares no keys between heads: one program a head
     padded_group = triton.next_power_of_2(H // groups)
-    columns, chunk = merge_tiles(T * groups, splits, padded_group, E)
+    columns, chunk = tiles or merge_tiles(T * groups, splits, padded_group, E)
     table, lens = (suffix.pages.table, suffix.cache_seqlens) if suffix else (partial.lse_TH, partial.lse_TH)
     starts_T, positions_T = (suffix.starts_T, positions_for(scoring, suffix)) if suffix else (None, None)
     out, lse = whole or state

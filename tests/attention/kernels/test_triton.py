@@ -21,10 +21,12 @@ from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.kernels import triton_backend
 from specdec.attention.kernels.tiles_triton import MERGING, MergeTiles, merge_tiles, padded, paged_tiles, splits_for
 from specdec.attention.kernels.triton_backend import TritonBackend, launch_paged, launch_suffix_merge
+from specdec.attention.kinds import PLAIN
 from specdec.attention.pages import PageTable
 from specdec.attention.plan import causal_segment, prefix_segment
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.attention.shared import SharedPrefix, split_shared
+from specdec.attention.state import AttentionState, merge_all
 from specdec.ops.rope import HeadPrep, Rotation
 
 NAN = float("nan")
@@ -118,17 +120,22 @@ def test_any_number_of_splits_gives_the_same(programs: int, with_suffix: bool) -
 
 
 @pytest.mark.parametrize("with_suffix", [False, True])
-def test_programs_of_a_merge_share_out_columns(with_suffix: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_of_a_merge_share_out_columns(with_suffix: bool) -> None:
     """Keeps out: columns of values that two programs write or none, and more splits than a program reads at once."""
-    lens = [700, 3, 0]
-    table, view = scattered(lens, seed=7)
-    prefix = prefix_segment(PageTable(table, P), ints(*lens), 2)
+    view, T, S = scattered([20], seed=7)[1], 6, 11
     suffix = suffix_rows(view, [3, 1, 0, 2, 0, 9], seed=8) if with_suffix else None
-    q_THD = rand(6, H, D, seed=9)
-    for chunk in (2, 16):
-        monkeypatch.setattr(triton_backend, "merge_tiles", lambda *_: MergeTiles(16, chunk))  # noqa: B023
-        out_THD = attend(q_THD, view, prefix, suffix=suffix)
-        check(out_THD, q_THD, view, AttentionPlan((prefix,), suffix=suffix))
+    q_THD, partial = rand(T, H, D, seed=9), AttentionState(rand(T, H, S, D, seed=10), rand(T, H, S, seed=11))
+    partial.lse_TH[1:, :, 4:] = partial.lse_TH[2] = -torch.inf
+    partial.out_THD[partial.lse_TH == -torch.inf] = NAN
+    states = [
+        AttentionState(out.where(lse[..., None] > -torch.inf, 0.0), lse) for out, lse in zip(*(x.unbind(2) for x in partial))
+    ]
+    want = merge_all([*states, ReferenceBackend().run(q_THD, view, suffix)] if suffix else states)
+    for tiles in (MergeTiles(16, 2), MergeTiles(16, 16), MergeTiles(32, 4)):
+        state = AttentionState.empty((T, H, D), torch.float32, DEVICE)
+        launch_suffix_merge(q_THD, view, suffix, PLAIN, partial, None, state, True, None, tiles)
+        torch.testing.assert_close(state.out_THD, want.out_THD, atol=2e-5, rtol=2e-5)
+        torch.testing.assert_close(state.lse_TH, want.lse_TH, atol=2e-5, rtol=2e-5)
 
 
 def test_tiles_of_a_merge_fit_a_warp() -> None:

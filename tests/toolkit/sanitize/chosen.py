@@ -124,7 +124,7 @@ CHOSEN: dict[str, list[str]] = {
     ],
     "paged_attention_kernel": ["tests/attention/kernels/test_triton.py::test_nan_in_unread_slots_stays_there[5]"],
     "single_query_attention_kernel": [
-        "tests/attention/kernels/test_single_query.py::test_a_layer_takes_it_where_it_was_measured",
+        "tests/attention/test_single_query.py::test_a_layer_takes_it_where_it_was_measured",
     ],
     "paged_hopper_kernel": ["tests/attention/kernels/test_hopper_gpu.py::test_the_rule_s_own_choice[empty row]"],
     "suffix_merge_kernel": ["tests/attention/kernels/test_triton.py::test_any_number_of_splits_gives_the_same[True-8]"],
