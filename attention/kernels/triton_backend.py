@@ -76,7 +76,7 @@ class TritonBackend(Backend):
             return None
         (segment,), q_THD, device = paged, qkv_TXD[:, : X - 2 * K], qkv_TXD.device
         measured = is_measured(device) if self.hopper is None else self.hopper
-        if not (measured and reads_own_key_last(segment)) or scoring.slopes_H is not None or self.numerics.is_invariant:
+        if not (measured and reads_own_key_last(segment)) or scoring.slopes_H is not None:
             return None
         programs = self.programs or programs_at_once(device)
         tiles = single_query_tiles((X - 2 * K) // K, D, qkv_TXD.itemsize, T * K / programs, segment.max_keys)

@@ -18,6 +18,7 @@ from torch import Tensor
 from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.inputs import HeadInputs, LayerCall, PreparedPlan
+from specdec.attention.invariant.backend import InvariantBackend
 from specdec.attention.kernels.single_query_triton import launch_single_query
 from specdec.attention.kernels.tiles_triton import PagedTiles
 from specdec.attention.kernels.triton_backend import TritonBackend, launch_suffix_merge
@@ -98,6 +99,13 @@ def test_equals_its_two_steps(
     launch_suffix_merge(made.qkv_BXD[:, :H], made.view, None, scoring, partial, None, state, True)
     torch.testing.assert_close(state.out_THD.double(), want_BHD, atol=2e-5, rtol=2e-5)
     torch.testing.assert_close(made.view.kv.double(), kv, atol=2e-5, rtol=2e-5, equal_nan=True)
+
+
+def test_one_order_of_sums_takes_two_launches() -> None:
+    """Keeps out: splits that depend on the batch in deterministic mode, and its plans read as other backends' are."""
+    made, backend = world([75], (2, 1, 128), False, LayerKind()), InvariantBackend()
+    call = LayerCall(backend, made.view, LayerKind(), made.slots_B, PreparedPlan(made.plan), None, PLAIN, {})
+    assert call.store_and_attend(made.view, made.qkv_BXD, made.prep) is None
 
 
 def test_a_layer_takes_it_where_it_was_measured() -> None:
