@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specdec.attention.inputs import AttentionFn, LayerInputs
@@ -137,7 +138,7 @@ class CausalLM(Target):
         rotation = self.rotary.at(positions_T)
         layers = [cast(PreNormLayer, layer) for layer in self.layers]
         next_norms = [layer.input_layernorm for layer in layers[1:]] + [self.norm]
-        x, normed = layers[0].input_layernorm.embed(ids_T, self.embed_tokens.weight)
+        x, normed = self._embed(ids_T, layers[0].input_layernorm)
         assert len(set(aux_layers)) == len(aux_layers) and all(0 <= index < len(layers) for index in aux_layers), aux_layers
         aux_TAH = x.new_empty(x.shape[0], len(aux_layers), x.shape[1])  # the norms after these layers write their outputs here
         last, first = len(layers) - 1, self.config.first_of_rows(aux_layers)
@@ -156,4 +157,13 @@ class CausalLM(Target):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The logits [..., V] of final hidden states [..., H]."""
-        return self.lm_head(hidden)
+        logits, config = self.lm_head(hidden), self.config
+        logits = logits if config.logits_multiplier == 1 else logits * config.logits_multiplier
+        return logits if config.logits_divisor == 1 else logits / config.logits_divisor
+
+    def _embed(self, ids_T: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        """The pair (embeddings as the residual stream has them, their norm)."""
+        if (times := self.config.embedding_multiplier) == 1:
+            return norm.embed(ids_T, self.embed_tokens.weight)
+        x_TH = F.embedding(ids_T, self.embed_tokens.weight) * times
+        return x_TH, norm(x_TH)

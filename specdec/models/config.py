@@ -89,6 +89,8 @@ class ModelConfig:
     zero_centred_norms: whether norms multiply by 1 + their weight (see RMSNorm), those of heads too.
     layer_kinds: which keys each layer reads; left out: all full.  softcap, has_sinks: whether any layer has them.
     sqrt_alibi: of layers with ALiBi, whether it counts the roots of distances.
+    turns_heads: whether positions turn queries and keys (RoPE); otherwise layers know no positions (NoPE).
+    embedding_multiplier, logits_multiplier, logits_divisor: what embeddings and logits are multiplied with, or divided by.
     kv_source: for each layer, the layer whose keys and values it reads: its own number, or that of an earlier layer, which
         then stores its own; left out: every layer stores its own.
     features_refusal: why the outputs of this model's layers can't be a draft head's features; empty if they can.
@@ -124,6 +126,10 @@ class ModelConfig:
     qk_norm: bool = False
     norms_all_heads: bool = False
     zero_centred_norms: bool = False
+    turns_heads: bool = True
+    embedding_multiplier: float = 1.0
+    logits_multiplier: float = 1.0
+    logits_divisor: float = 1.0
     layer_kinds: tuple[LayerKind, ...] = ()
     kv_source: tuple[int, ...] = ()
     features_refusal: str = ""

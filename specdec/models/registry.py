@@ -44,6 +44,7 @@ FOLDERS = {
     "diffllama": ("diffllama",),
     "gpt_oss": ("gpt_oss",),
     "qwen_hybrid": HYBRIDS,
+    "granite_hybrid": ("granitemoehybrid",),
 }
 NATIVE = (*(name for types in FOLDERS.values() for name in types), *MIXTURES)
 

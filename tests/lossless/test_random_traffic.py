@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import toolkit.heads.block_zoo
+import toolkit.recurrent.mamba
 import toolkit.recurrent.targets  # noqa: F401 (and its targets)
 from toolkit.driver import Driver
 from toolkit.inside.hooks import PHASES

@@ -87,7 +87,7 @@ def _sizes(config: ModelConfig, raw: dict[str, Any]) -> dict[str, Any]:
         **({"encoder": f"reads up to {config.encoder.max_tokens} tokens"} if config.encoder else {}),
         "vocab_size": config.vocab_size,
         "embeddings": "tied to the output layer" if config.tie_embeddings else "apart from the output layer",
-        "rope": _alibi(config) if all(kind.alibi for kind in config.key_kinds) else _rope(config.rope),
+        "rope": _turning(config),
         "context": f"{config.max_position} ({config.max_position_why})",
         "bytes of a token's keys and values": _token_bytes(config),
         **_states(config),
@@ -108,6 +108,13 @@ def _attention(config: ModelConfig) -> str:
     if config.differential:
         return "heads in pairs, one softmax minus another"
     return f"latents of rank {config.latent_rank}" if config.keeps_latents else "heads"
+
+
+def _turning(config: ModelConfig) -> dict[str, Any] | str:
+    """How positions reach attention."""
+    if all(kind.alibi for kind in config.key_kinds):
+        return _alibi(config)
+    return _rope(config.rope) if config.turns_heads else "none: layers know no positions"
 
 
 def _alibi(config: ModelConfig) -> str:

@@ -34,8 +34,8 @@ from specdec.models.mixtures.fill import expect_mixture, fill_mixture
 from specdec.models.mixtures.layer import MixtureOfExperts
 from specdec.models.qwen_hybrid.config import LINEAR, NEXT, parse_qwen_hybrid
 from specdec.models.qwen_hybrid.modules import GatedAttention, GatedDeltaNet, hybrid_layer
+from specdec.models.recurrent.rows import by_ranks, expect_decays
 
-MAX_RATE = 50  # of A_log: a rate of exp(50) a token forgets everything, and exp(89) is infinite in float32
 UNSAID = {
     "layer_types": f"three of {LINEAR} to one of full_attention, or by full_attention_interval",
     "tie_word_embeddings": "false: the output layer is a matrix of its own",
@@ -48,11 +48,6 @@ def by_groups(rows: Tensor, groups: int, sizes: Sequence[int], ranks: int) -> Te
     """Rows that alternate by group, each with so many of every kind: of each rank, all of a kind together."""
     kinds = rows.unflatten(0, (ranks, groups // ranks, sum(sizes))).split(list(sizes), dim=2)
     return torch.cat([kind.flatten(1, 2) for kind in kinds], dim=1).flatten(0, 1)
-
-
-def by_ranks(rows: Tensor, sizes: Sequence[int], ranks: int) -> Tensor:
-    """Rows of which those of a kind lie together: of each rank, its share of every kind."""
-    return torch.cat([kind.unflatten(0, (ranks, -1)) for kind in rows.split(list(sizes))], dim=1).flatten(0, 1)
 
 
 def _fill_attention(attention: GatedAttention, checkpoint: Checkpoint, prefix: str) -> None:
@@ -92,21 +87,11 @@ def _fill_delta_net(net: GatedDeltaNet, checkpoint: Checkpoint, prefix: str) -> 
     copy_run(conv, checkpoint, f"{prefix}.conv1d.weight", queries_first)
     copy_(net.norm_E, checkpoint, f"{prefix}.norm.weight")
     own = net.shard.piece(whole.value_heads)
-    _expect_decays(checkpoint, f"{prefix}.A_log", whole.value_heads)
+    expect_decays(checkpoint, f"{prefix}.A_log", whole.value_heads)
     net.A_log_V, net.dt_bias_V = (
         fill_float32(empty, checkpoint, f"{prefix}.{name}", own, whole.value_heads)
         for empty, name in ((net.A_log_V, "A_log"), (net.dt_bias_V, "dt_bias"))
     )
-
-
-def _expect_decays(checkpoint: Checkpoint, name: str, heads: int) -> None:
-    """ValueError for a rate of decay whose exponential float32 can't hold, or almost; NaN and infinity are named later."""
-    rates_V = checkpoint.take(name, (heads,))
-    if checkpoint.has_data and (most := float(rates_V.float().nan_to_num(0, 0, 0).max())) > MAX_RATE:
-        raise checkpoint.refuse(
-            name, f"must hold logarithms of rates of decay, at most {MAX_RATE}, got {most:g}; a text's state would be "
-            "forgotten at each token: was training or conversion broken?"
-        )  # fmt: skip
 
 
 def _fill_mixture(moe: MixtureOfExperts, checkpoint: Checkpoint, prefix: str) -> None:

@@ -1,0 +1,78 @@
+"""Tiny random targets with Mamba-2 layers, written to disk by transformers itself.
+
+Heads are more than groups, states are wider than heads, and weights make every part matter: skips D lie off 1, biases off 0,
+and multipliers off 1.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM, PreTrainedModel
+
+from toolkit.models import MORE_TARGETS, scaled
+
+COMMON: dict[str, Any] = dict(
+    vocab_size=40, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
+    bos_token_id=0, eos_token_id=None, pad_token_id=None,
+)  # fmt: skip
+MAMBA: dict[str, Any] = dict(
+    mamba_n_heads=4, mamba_d_head=16, mamba_n_groups=2, mamba_d_state=8, mamba_d_conv=4, mamba_expand=2, mamba_chunk_size=8
+)
+GRANITE: dict[str, Any] = MAMBA | dict(
+    num_hidden_layers=4, layer_types=["mamba", "mamba", "attention", "mamba"], intermediate_size=16,
+    shared_intermediate_size=24, embedding_multiplier=1.5, logits_scaling=0.5, residual_multiplier=0.7,
+    attention_multiplier=0.4, position_embedding_type="nope", tie_word_embeddings=False,
+)  # fmt: skip
+# Names of targets: (config class, class of the model, what differs from COMMON)
+FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "granitemoehybrid": (
+        GraniteMoeHybridConfig,
+        GraniteMoeHybridForCausalLM,
+        GRANITE | dict(num_local_experts=6, num_experts_per_tok=2),
+    ),
+    "granite dense": (
+        GraniteMoeHybridConfig,
+        GraniteMoeHybridForCausalLM,
+        GRANITE | dict(num_local_experts=0, position_embedding_type="rope", tie_word_embeddings=True),
+    ),
+}
+SEEDS = {family: seed for seed, family in enumerate(FAMILIES)}  # where a target's gives near-ties, another
+
+
+def tiny_mamba(folder: Path, family: str, seed: int | None = None, **changes: Any) -> Path:
+    """The folder with a random model of that name, as transformers saves it.  changes: of its config."""
+    mamba_model(family, seed, **changes).save_pretrained(folder)
+    return folder
+
+
+MORE_TARGETS |= {family: partial(tiny_mamba, family=family) for family in FAMILIES}
+
+
+def mamba_model(family: str, seed: int | None = None, **changes: Any) -> PreTrainedModel:
+    """The random model itself, in float32."""
+    config_class, model_class, own = FAMILIES[family]
+    model: PreTrainedModel = model_class(config_class(**{**COMMON, **own, **changes})).float().eval()
+    generator = torch.Generator().manual_seed(SEEDS[family] if seed is None else seed)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.copy_(weight_of(name, torch.randn(weight.shape, generator=generator)))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
+    return model
+
+
+def weight_of(name: str, noise: Tensor) -> Tensor:
+    """Noise made into a weight of that name."""
+    if name.endswith("A_log"):  # decays of a token from little to almost all
+        return noise.clamp(-2, 1)
+    if name.endswith("conv1d.weight"):
+        return noise / 2
+    if name.endswith(".D"):
+        return 1 + 0.3 * noise
+    return scaled(name, noise)
