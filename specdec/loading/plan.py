@@ -40,7 +40,7 @@ CONTEXT_BYTES = 800 << 20  # of CUDA itself, its libraries and our compiled kern
 MAX_BATCH = 4096  # the most that max_batch_size takes
 # What is no matrix of a Linear, or is read by head.
 NOT_LOSSLESS = re.compile(
-    r"\.experts\.|(\b(mlp|block_sparse_moe)\.gate|router(\.gate|\.layer)?|expert_gate|\bkv_b_proj)\.weight$"
+    r"\.experts\.|(\b(mlp|block_sparse_moe|mixer)\.gate|router(\.gate|\.layer)?|expert_gate|\bkv_b_proj)\.weight$"
 )
 # What is kept in float32 in a model of any dtype; of some families the router, too.
 FLOAT32, ROUTER = (

@@ -11,6 +11,7 @@ import math
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specdec.attention.inputs import AttentionFn, HeadInputs, QueryInputs
@@ -209,3 +210,16 @@ class MLP(nn.Module):
     def forward(self, x: Tensor, partials: bool = False) -> Tensor | Partials:
         """partials: see Linear.  With it a forward hook may find `Partials` in place of a tensor on an H200."""
         return self.down_proj(self.gate_up_proj.gated(x), partials=partials)
+
+
+class ReluMLP(nn.Module):
+    """An MLP without a gate: down(relu(up(x)) ** 2)."""
+
+    def __init__(self, config: ModelConfig, width: int) -> None:
+        super().__init__()
+        self.up_proj = Linear.column(config.hidden_size, {"up_proj": width}, config.shard)
+        self.down_proj = Linear.row(width, config.hidden_size, config.shard)
+
+    def forward(self, x: Tensor, partials: bool = False) -> Tensor | Partials:
+        """partials: as of MLP."""
+        return self.down_proj(F.relu(self.up_proj(x)).square(), partials=partials)

@@ -45,6 +45,7 @@ FOLDERS = {
     "gpt_oss": ("gpt_oss",),
     "qwen_hybrid": HYBRIDS,
     "granite_hybrid": ("granitemoehybrid",),
+    "nemotron_h": ("nemotron_h",),
 }
 NATIVE = (*(name for types in FOLDERS.values() for name in types), *MIXTURES)
 

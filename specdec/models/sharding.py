@@ -17,11 +17,14 @@ from specdec.parallel.shard import Shard
 from specdec.parallel.vocabulary import Vocabulary
 
 # What checkpoints call the matrices of experts whose columns ranks share; gpt-oss's are of all experts.
-_DOWN = ("mlp.down_proj", "mlp.experts.down_proj", "mlp.experts.0.down_proj", "block_sparse_moe.experts.0.w2",
-         "block_sparse_moe.experts.0.down_proj")  # fmt: skip
-_SHARED_DOWN = (
-    *(f"mlp.{shared}.down_proj" for shared in ("shared_experts", "shared_expert", "shared_mlp")), "shared_mlp.output_linear"
+_DOWN = (
+    *(f"mlp.{matrix}" for matrix in ("down_proj", "experts.down_proj", "experts.0.down_proj")), "mixer.experts.0.down_proj",
+    *(f"block_sparse_moe.experts.0.{matrix}" for matrix in ("w2", "down_proj")),
 )  # fmt: skip
+_SHARED_DOWN = (
+    *(f"mlp.{shared}.down_proj" for shared in ("shared_experts", "shared_expert", "shared_mlp")),
+    *("shared_mlp.output_linear", "mixer.shared_experts.down_proj"),
+)
 _RECURRENT_OUT = "linear_attn.out_proj", "mamba.out_proj", "mixer.out_proj"
 
 
@@ -131,15 +134,14 @@ def misfit(config: ModelConfig, size: int) -> str:
 
 def _shares_intermediate(config: ModelConfig) -> bool:
     """Whether some layer has an ordinary MLP, whose columns ranks share."""
-    experts = config.experts
-    return experts is None or not experts.dense_layers.isdisjoint(range(config.num_layers))
+    return bool(config.dense_mlp_layers)
 
 
 def _widths(config: ModelConfig) -> dict[str, tuple[int, tuple[str, ...]]]:
     """What ranks share of MLPs: what columns are, their number, and the matrices of a layer that may have them."""
     experts, widths = config.experts, dict[str, tuple[int, tuple[str, ...]]]()
     if _shares_intermediate(config):
-        widths["intermediate_size"] = config.intermediate_size, ("mlp.down_proj", "shared_mlp.output_linear")
+        widths["intermediate_size"] = config.intermediate_size, ("mlp.down_proj", "shared_mlp.output_linear", "mixer.down_proj")
     if experts is not None and not experts.divided:
         has_one = experts.intermediate_size == config.intermediate_size  # of some families the only key
         widths["intermediate_size" if has_one else "moe_intermediate_size"] = experts.intermediate_size, _DOWN
@@ -152,7 +154,7 @@ def _broken_groups(config: ModelConfig, size: int) -> str:
     """As `misfit`, of the columns that ranks share in matrices with a scale for each group of columns."""
     if config.quantization is None or size == 1:
         return ""
-    shared = {**_widths(config), "attention outputs": (config.attention_width, ("self_attn.o_proj",))}
+    shared = {**_widths(config), "attention outputs": (config.attention_width, ("self_attn.o_proj", "mixer.o_proj"))}
     if config.recurrent is not None:
         shared["outputs of recurrent layers"] = config.recurrent.outputs, _RECURRENT_OUT
     for name, (width, matrices) in shared.items():

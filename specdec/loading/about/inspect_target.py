@@ -101,7 +101,7 @@ def _experts(raw: dict[str, Any], config: ModelConfig) -> dict[str, Any]:
         return {name: raw[key] for name, keys in EXPERTS.items() for key in keys if isinstance(raw.get(key), int)}
     said = {"experts": own.count, "of a token": own.router.top_k, "size of one": own.intermediate_size}
     shared = {"size of shared ones": own.shared_size} if own.shared_size else {}
-    return {**said, **shared, **({"dense": in_runs(own.dense_layers)} if own.dense_layers else {})}
+    return {**said, **shared, **({"dense": in_runs(config.dense_mlp_layers)} if config.dense_mlp_layers else {})}
 
 
 def _attention(config: ModelConfig) -> str:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from specdec.models.causal_lm import PreNormLayer
+from specdec.models.causal_lm import TargetLayer
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.config_values import DTYPE_NAMES
 from specdec.models.checkpoints.kv_scales import take_kv_scale
@@ -289,7 +289,7 @@ LLAMA_PARTS: Parts = {SelfAttention: fill_attention, MLP: fill_mlp}  # the kinds
 
 def fill_layer(layer: nn.Module, checkpoint: Checkpoint, prefix: str, parts: Parts = LLAMA_PARTS) -> None:
     """A decoder layer: its norms, and what `parts` fills, by the names of the layer's modules."""
-    assert isinstance(layer, PreNormLayer)
+    assert isinstance(layer, TargetLayer)
     for name, part in layer.named_children():
         if isinstance(part, RMSNorm):
             fill_norm(part, checkpoint, f"{prefix}.{name}")

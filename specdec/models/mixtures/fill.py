@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 from specdec.models.checkpoints.checkpoint import Checkpoint, config_path
 from specdec.models.checkpoints.loader import copy_, fill_float32, fill_linear, fill_parts, fill_stack
 from specdec.models.config import ModelConfig
+from specdec.models.layers import MLP
 from specdec.models.mixtures.layer import MixtureOfExperts
 from specdec.models.mixtures.router import Router
 
@@ -107,6 +108,7 @@ def fill_mixture(moe: MixtureOfExperts, checkpoint: Checkpoint, prefix: str, *ta
         fill_stack(stack, checkpoint, f"{layer}.{names.experts}", names.parts)
     leave_others(moe, checkpoint, f"{layer}.{names.experts}")
     if moe.shared is not None and names.shared:
+        assert isinstance(moe.shared, MLP)
         fill_parts(moe.shared.gate_up_proj, checkpoint, f"{layer}.{names.shared}")
         fill_linear(moe.shared.down_proj, checkpoint, f"{layer}.{names.shared}.down_proj")
 

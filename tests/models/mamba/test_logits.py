@@ -29,6 +29,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "granitemoehybrid",
         dict(tie_word_embeddings=True, mamba_n_groups=4, mamba_d_conv=2, residual_multiplier=1),
     ),
+    "nemotron-dense": (
+        "nemotron_h",
+        dict(
+            layers_block_type=["attention", "mlp", "mamba", "mlp"], use_bias=True, use_conv_bias=False, n_groups=4, head_dim=16
+        ),
+    ),
+    "nemotron-wide-experts": (
+        "nemotron_h",
+        dict(moe_latent_size=None, n_group=2, topk_group=1, n_routed_experts=8, norm_topk_prob=False, n_groups=1),
+    ),
 }
 
 

@@ -12,7 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM, PreTrainedModel
+from transformers import (
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
+    NemotronHConfig,
+    NemotronHForCausalLM,
+    PreTrainedModel,
+)
 
 from toolkit.models import MORE_TARGETS, scaled
 
@@ -28,6 +34,13 @@ GRANITE: dict[str, Any] = MAMBA | dict(
     shared_intermediate_size=24, embedding_multiplier=1.5, logits_scaling=0.5, residual_multiplier=0.7,
     attention_multiplier=0.4, position_embedding_type="nope", tie_word_embeddings=False,
 )  # fmt: skip
+# With a floor of steps that no step reaches: transformers has it for prompts, and not for single tokens.
+NEMOTRON: dict[str, Any] = dict(
+    layers_block_type=["mamba", "moe", "attention", "mlp", "mamba"], head_dim=8, intermediate_size=48, time_step_min=1e-30,
+    mamba_num_heads=4, mamba_head_dim=8, n_groups=2, ssm_state_size=12, conv_kernel=4, chunk_size=8, n_routed_experts=6,
+    num_experts_per_tok=2, moe_intermediate_size=16, moe_shared_expert_intermediate_size=24, moe_latent_size=16,
+    routed_scaling_factor=1.5,
+)  # fmt: skip
 # Names of targets: (config class, class of the model, what differs from COMMON)
 FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "granitemoehybrid": (
@@ -40,6 +53,7 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         GraniteMoeHybridForCausalLM,
         GRANITE | dict(num_local_experts=0, position_embedding_type="rope", tie_word_embeddings=True),
     ),
+    "nemotron_h": (NemotronHConfig, NemotronHForCausalLM, NEMOTRON),
 }
 SEEDS = {family: seed for seed, family in enumerate(FAMILIES)}  # where a target's gives near-ties, another
 
