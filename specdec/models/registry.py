@@ -44,6 +44,7 @@ FOLDERS = {
     "diffllama": ("diffllama",),
     "gpt_oss": ("gpt_oss",),
     "qwen_hybrid": HYBRIDS,
+    "falcon_h1": ("falcon_h1",),
     "granite_hybrid": ("granitemoehybrid",),
     "nemotron_h": ("nemotron_h",),
 }

@@ -141,7 +141,10 @@ def _widths(config: ModelConfig) -> dict[str, tuple[int, tuple[str, ...]]]:
     """What ranks share of MLPs: what columns are, their number, and the matrices of a layer that may have them."""
     experts, widths = config.experts, dict[str, tuple[int, tuple[str, ...]]]()
     if _shares_intermediate(config):
-        widths["intermediate_size"] = config.intermediate_size, ("mlp.down_proj", "shared_mlp.output_linear", "mixer.down_proj")
+        widths["intermediate_size"] = (
+            config.intermediate_size,
+            ("mlp.down_proj", "shared_mlp.output_linear", "mixer.down_proj", "feed_forward.down_proj"),
+        )
     if experts is not None and not experts.divided:
         has_one = experts.intermediate_size == config.intermediate_size  # of some families the only key
         widths["intermediate_size" if has_one else "moe_intermediate_size"] = experts.intermediate_size, _DOWN

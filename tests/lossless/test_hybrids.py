@@ -27,6 +27,7 @@ CASES = [
     ("qwen3_5_text", "dspark", (4, 3, 12), 16, 3, 9),
     ("granitemoehybrid", "eagle3", (4, 4, 14), 4, 3, 7),
     ("granite dense", "ngram", (3, 2, 6), 16, 2, 64),
+    ("falcon_h1", "eagle3", (4, 3, 12), 4, 3, 10),
     ("nemotron_h", "eagle3", (5, 8, 32), 5, 4, 9),
 ]
 

@@ -39,6 +39,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "nemotron_h",
         dict(moe_latent_size=None, n_group=2, topk_group=1, n_routed_experts=8, norm_topk_prob=False, n_groups=1),
     ),
+    "falcon-gate-first": (
+        "falcon_h1",
+        dict(mamba_rms_norm=True, mamba_norm_before_gate=False, mamba_proj_bias=True, projectors_bias=True, mlp_bias=True),
+    ),
+    "falcon-norm-first": (
+        "falcon_h1",
+        dict(mamba_rms_norm=True, attention_bias=True, mamba_n_groups=4, mamba_conv_bias=False, tie_word_embeddings=True),
+    ),
+    "falcon-expanded": (
+        "falcon_h1",
+        dict(mamba_d_ssm=None, mamba_d_head="auto", mlp_multipliers=None, ssm_multipliers=None, mamba_n_groups=1),
+    ),
 }
 
 

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
+    FalconH1Config,
+    FalconH1ForCausalLM,
     GraniteMoeHybridConfig,
     GraniteMoeHybridForCausalLM,
     NemotronHConfig,
@@ -41,6 +43,11 @@ NEMOTRON: dict[str, Any] = dict(
     num_experts_per_tok=2, moe_intermediate_size=16, moe_shared_expert_intermediate_size=24, moe_latent_size=16,
     routed_scaling_factor=1.5,
 )  # fmt: skip
+FALCON: dict[str, Any] = MAMBA | dict(
+    num_hidden_layers=3, head_dim=8, intermediate_size=48, mamba_d_ssm=48, mamba_d_head=12, embedding_multiplier=1.4,
+    lm_head_multiplier=0.6, key_multiplier=0.7, attention_in_multiplier=1.1, attention_out_multiplier=0.9,
+    mlp_multipliers=[0.8, 0.6], ssm_in_multiplier=1.25, ssm_multipliers=[0.5, 0.9, 0.8, 1.5, 0.7], ssm_out_multiplier=0.8,
+)  # fmt: skip
 # Names of targets: (config class, class of the model, what differs from COMMON)
 FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "granitemoehybrid": (
@@ -53,6 +60,7 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         GraniteMoeHybridForCausalLM,
         GRANITE | dict(num_local_experts=0, position_embedding_type="rope", tie_word_embeddings=True),
     ),
+    "falcon_h1": (FalconH1Config, FalconH1ForCausalLM, FALCON),
     "nemotron_h": (NemotronHConfig, NemotronHForCausalLM, NEMOTRON),
 }
 SEEDS = {family: seed for seed, family in enumerate(FAMILIES)}  # where a target's gives near-ties, another
