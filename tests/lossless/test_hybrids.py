@@ -93,7 +93,7 @@ def test_specdec_verify_reads_them_too(zoo: Zoo) -> None:
 
 
 @pytest.mark.slow_cases
-@pytest.mark.parametrize(("target", "head"), [("qwen3_5_text", "eagle3"), ("qwen3_next", "ngram")])
+@pytest.mark.parametrize(("target", "head"), [("qwen3_5_text", "eagle3"), ("qwen3_next", "ngram"), ("falcon_h1", "eagle3")])
 def test_texts_after_kept_states(zoo: Zoo, target: str, head: str) -> None:
     """Keeps out: a hit whose pages are there and whose state is another text's, and cached tokens that were computed after all.
 

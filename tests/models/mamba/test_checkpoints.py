@@ -49,12 +49,16 @@ NEMOTRON: dict[str, Any] = dict(
     hidden_size=64, mamba_head_dim=16, head_dim=16, intermediate_size=64, moe_latent_size=32, moe_intermediate_size=32,
     moe_shared_expert_intermediate_size=32,
 )  # fmt: skip
+FALCON: dict[str, Any] = dict(hidden_size=64, mamba_d_ssm=64, mamba_d_head=16, head_dim=16, intermediate_size=64)
 CASES = [
+    ("falcon_h1", "deepseek fp8", FALCON),
     ("granite dense", "w4a16 g32 asym", GRANITE),
     ("granite dense", "fp8 channel", GRANITE),
     ("nemotron_h", "modelopt fp8", NEMOTRON),
     ("nemotron_h", "nvfp4", NEMOTRON),
 ]
+
+MODULES = {"nemotron_h": "mixer", "falcon_h1": "mamba", "granite dense": "self_attn"}
 
 
 @pytest.mark.parametrize(("family", "scheme", "sizes"), CASES, ids=lambda v: v if isinstance(v, str) else "")
@@ -63,13 +67,13 @@ def test_a_scheme_s_numbers_and_bytes(tmp_path: Path, family: str, scheme: str, 
     plain = tiny_mamba(tmp_path / "plain", family, **sizes)
     quantised = as_quantised(plain, tmp_path / "quantised", SCHEMES[scheme])
     few, want = load(quantised), logits(load(plain))
-    assert few.layers[0].get_submodule("mixer" if family == "nemotron_h" else "self_attn").in_proj.is_quantised
+    assert few.layers[0].get_submodule(MODULES[family]).in_proj.is_quantised
     torch.testing.assert_close(logits(few), want, atol=1e-5 * float(want.abs().max()), rtol=1e-5)
     options = EngineOptions(dtype="float32", max_seq_len=64)
     assert plan_memory(quantised, None, None, options, 10**10).parts["weights of the target"] == held(few)
 
 
-@pytest.mark.parametrize(("family", "sizes"), [("granite dense", GRANITE), ("nemotron_h", NEMOTRON)])
+@pytest.mark.parametrize(("family", "sizes"), [("granite dense", GRANITE), ("nemotron_h", NEMOTRON), ("falcon_h1", FALCON)])
 def test_weights_rounded_at_load(tmp_path: Path, family: str, sizes: dict[str, Any]) -> None:
     """Keeps out: a plan that counts other matrices than are rounded."""
     folder = tiny_mamba(tmp_path, family, **sizes)
@@ -80,7 +84,8 @@ def test_weights_rounded_at_load(tmp_path: Path, family: str, sizes: dict[str, A
 
 
 @pytest.mark.parametrize(
-    ("family", "sharing"), [("granitemoehybrid", "tensor"), ("nemotron_h", "experts"), ("nemotron_h", "tensor")]
+    ("family", "sharing"),
+    [("granitemoehybrid", "tensor"), ("falcon_h1", "auto"), ("nemotron_h", "experts"), ("nemotron_h", "tensor")],
 )
 def test_two_ranks_write_what_one_writes(tmp_path: Path, family: str, sharing: str) -> None:
     """Keeps out: a rank with another one's channels, groups or states; latents that are added twice; a plan of the whole."""
@@ -125,6 +130,13 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("granitemoehybrid", {"mamba_extra": 1}, "unknown config keys mamba_extra"),
     ("granitemoehybrid", {"num_experts_per_tok": 7}, "num_experts_per_tok must be at most num_local_experts 6, got 7"),
     ("granitemoehybrid", {"shared_intermediate_size": 8}, "shared_mlp.input_linear.*shared_intermediate_size and hidden_size"),
+    ("falcon_h1", {"mamba_use_mlp": False}, "mamba_use_mlp must be True, got False"),
+    ("falcon_h1", {"attn_layer_indices": [1]}, "attn_layer_indices must be None, got"),
+    ("falcon_h1", {"ssm_multipliers": [1.0, 2.0]}, "ssm_multipliers must be null or a list of 5 numbers"),
+    ("falcon_h1", {"mlp_multipliers": [1.0, 0.0]}, "mlp_multipliers must be a finite number above 0"),
+    ("falcon_h1", {"mamba_d_ssm": 64}, "must be mamba_d_ssm, 64, got 4 x 12"),
+    ("falcon_h1", {"mamba_rms_norm": True}, "'model.layers.0.mamba.norm.weight' is missing"),
+    ("falcon_h1", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_parameters and rope_scaling must"),
     ("nemotron_h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act must be 'relu2', got 'silu'"),
     ("nemotron_h", {"attention_bias": True}, "attention_bias must be False, got True"),
     ("nemotron_h", {"tie_word_embeddings": True}, "tie_word_embeddings must be False, got True"),
