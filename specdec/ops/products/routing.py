@@ -15,11 +15,13 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from specdec.checks import store
 from specdec.ops.launch import use_kernels
 from specdec.ops.products.numerics import Numerics
 from specdec.ops.products.own_pairs import Kept
 from specdec.ops.products.tiles.experts import ManyRouterTiles, RouterTiles
 
+LEAST_ADDED = 1e-20  # to a sum of sigmoids
 Scores = Literal["softmax", "sigmoid", "softmax of chosen"]
 Routed = tuple[Tensor, Tensor, Tensor | None]
 
@@ -35,7 +37,8 @@ class RouterRule:
     biased: whether the logits have a bias.
     groups, top_groups: experts stand in `groups` equal groups, and the router chooses from the `top_groups` best groups only.
         Both are None where the router may choose any experts.  group_best: how many of a group's best experts rank it.
-    normed: whether the weights are divided by their sum.  least_sum: what that sum is at least taken for.
+    normed: whether the weights are divided by their sum.  least_sum: what that sum is at least taken for.  added_sum: what is
+        added to it, where it is not: to one of sigmoids, each of which may be 0, always something.
     scaling: factor on the weights after that.
     """
 
@@ -48,7 +51,12 @@ class RouterRule:
     group_best: int = 1
     normed: bool = False
     least_sum: float = 0.0
+    added_sum: float = 0.0
     scaling: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.scores == "sigmoid" and self.normed and not self.added_sum:
+            store(self, added_sum=LEAST_ADDED)
 
 
 class RouterWeights(NamedTuple):
@@ -110,8 +118,8 @@ def choose(
         sum_T1 = _added_up(topk_weights_TK, in_order)[:, None]
         if rule.least_sum:
             sum_T1 = sum_T1.clamp(min=rule.least_sum)
-        elif rule.scores == "sigmoid":  # each of which may be 0; the best of a softmax are no less than 1 / E
-            sum_T1 = sum_T1 + 1e-20
+        else:
+            sum_T1 = sum_T1 + rule.added_sum
         topk_weights_TK = topk_weights_TK / sum_T1
     return topk_weights_TK if rule.scaling == 1.0 else topk_weights_TK * rule.scaling, topk_ids_TK
 
