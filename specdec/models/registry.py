@@ -44,6 +44,7 @@ FOLDERS = {
     "diffllama": ("diffllama",),
     "gpt_oss": ("gpt_oss",),
     "qwen_hybrid": HYBRIDS,
+    "lfm2": ("lfm2", "lfm2_moe"),
 }
 NATIVE = (*(name for types in FOLDERS.values() for name in types), *MIXTURES)
 

@@ -15,7 +15,6 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.checks import store
 from specdec.ops.launch import use_kernels
 from specdec.ops.products.numerics import Numerics
 from specdec.ops.products.own_pairs import Kept
@@ -38,7 +37,7 @@ class RouterRule:
     groups, top_groups: experts stand in `groups` equal groups, and the router chooses from the `top_groups` best groups only.
         Both are None where the router may choose any experts.  group_best: how many of a group's best experts rank it.
     normed: whether the weights are divided by their sum.  least_sum: what that sum is at least taken for.  added_sum: what is
-        added to it, where it is not: to one of sigmoids, each of which may be 0, always something.
+        added to it, where it is not; see `added`.
     scaling: factor on the weights after that.
     """
 
@@ -54,9 +53,10 @@ class RouterRule:
     added_sum: float = 0.0
     scaling: float = 1.0
 
-    def __post_init__(self) -> None:
-        if self.scores == "sigmoid" and self.normed and not self.added_sum:
-            store(self, added_sum=LEAST_ADDED)
+    @property
+    def added(self) -> float:
+        """To the sum: always something to one of sigmoids, each of which may be 0; the best of a softmax are above 1 / E."""
+        return self.added_sum or (LEAST_ADDED if self.scores == "sigmoid" else 0.0)
 
 
 class RouterWeights(NamedTuple):
@@ -119,7 +119,7 @@ def choose(
         if rule.least_sum:
             sum_T1 = sum_T1.clamp(min=rule.least_sum)
         else:
-            sum_T1 = sum_T1 + rule.added_sum
+            sum_T1 = sum_T1 + rule.added
         topk_weights_TK = topk_weights_TK / sum_T1
     return topk_weights_TK if rule.scaling == 1.0 else topk_weights_TK * rule.scaling, topk_ids_TK
 

@@ -241,7 +241,7 @@ def choice_of(T: int, router: RouterWeights, rule: RouterRule, experts: int, spl
     constants = dict(
         L=L, E=experts, G=groups, J=width, A=rule.top_k, SCORES=scores, HAS_BIAS=rule.biased,
         HAS_CORRECTION=rule.corrected, TOP_GROUPS=best, GROUP_BEST=rule.group_best, NORMED=rule.normed,
-        LEAST_SUM=rule.least_sum, ADDED_SUM=rule.added_sum, SCALING=rule.scaling, PADDED_G=power(groups),
+        LEAST_SUM=rule.least_sum, ADDED_SUM=rule.added, SCALING=rule.scaling, PADDED_G=power(groups),
         PADDED_J=max(power(width), power(rule.top_k)), FIRST=held.start, COUNT=len(held), COLUMNS=columns,
         HAS_ROWS=live is not None, HAS_LAST=last_B is not None,
     )  # fmt: skip
