@@ -46,6 +46,7 @@ FOLDERS = {
     "qwen_hybrid": HYBRIDS,
     "falcon_h1": ("falcon_h1",),
     "granite_hybrid": ("granitemoehybrid",),
+    "lfm2": ("lfm2", "lfm2_moe"),
     "nemotron_h": ("nemotron_h",),
 }
 NATIVE = (*(name for types in FOLDERS.values() for name in types), *MIXTURES)

@@ -7,6 +7,7 @@ that a chunk begins anew, and a state of an earlier request that a row goes on w
 import pytest
 import toolkit.heads.block_zoo
 import toolkit.recurrent.mamba
+import toolkit.recurrent.more_targets
 import toolkit.recurrent.targets  # noqa: F401 (and its targets)
 from toolkit.driver import Driver
 from toolkit.models import Zoo, ragged_prompts
@@ -25,6 +26,8 @@ CASES = [
     ("qwen3_5_text", None, None, 4, 2, 1024),
     ("qwen3_next", "dflash", (4, 1, 5), 4, 2, 16),
     ("qwen3_5_text", "dspark", (4, 3, 12), 16, 3, 9),
+    ("lfm2", "eagle3", (4, 4, 14), 4, 3, 7),
+    ("lfm2_moe", "ngram", (5, 1, 6), 1, 2, 1),
     ("granitemoehybrid", "eagle3", (4, 4, 14), 4, 3, 7),
     ("granite dense", "ngram", (3, 2, 6), 16, 2, 64),
     ("falcon_h1", "eagle3", (4, 3, 12), 4, 3, 10),

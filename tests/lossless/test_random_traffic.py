@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import toolkit.heads.block_zoo
 import toolkit.recurrent.mamba
+import toolkit.recurrent.more_targets
 import toolkit.recurrent.targets  # noqa: F401 (and its targets)
 from toolkit.driver import Driver
 from toolkit.inside.hooks import PHASES
@@ -43,6 +44,7 @@ WORLDS: dict[str, tuple[str, str | None, dict[str, Any]]] = {
     "one block": ("nemotron_h", "eagle3", {"spec": SpecConfig(3, 3, 9)}),
     "kept side by side": ("falcon_h1", "eagle1", {"spec": SpecConfig(2, 3, 6), "prefix_caching": True}),
     "kept hybrid": ("qwen3_5_text", "eagle1", {"spec": SpecConfig(2, 3, 6), "prefix_caching": True}),
+    "kept convolutions": ("lfm2", "eagle3", {"spec": SpecConfig(3, 2, 8), "prefix_caching": True}),
 }
 
 CROWDED = ("tree", "kept auto", "kept window", "ring auto")  # threads know less of an engine
@@ -62,7 +64,7 @@ class Traffic:
             target, head, spec, dtype="float64", page_size=page, max_batch_size=rows, max_seq_len=160, **more
         )
         self.driver = Driver(self.decoder)
-        if world in ("kept hybrid", "kept side by side"):
+        if world in ("kept hybrid", "kept side by side", "kept convolutions"):
             self.driver.keep_states_from(4)
         if world.startswith("ring"):
             assert self.driver.ring is not None

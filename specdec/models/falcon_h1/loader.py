@@ -1,4 +1,4 @@
-"""How Falcon-H1 lies in checkpoints.  Its last norm has another name there (keys/tensor_names.py)."""
+"""How Falcon-H1 lies in checkpoints: both of a layer's modules by their names, and a last norm of another name."""
 
 from __future__ import annotations
 
@@ -22,4 +22,4 @@ def _expect(checkpoint: Checkpoint, config: ModelConfig) -> None:
 
 
 PARTS: Parts = {FalconAttention: fill_attention, FalconMamba: fill_mamba, FalconMLP: fill_mlp}
-FAMILY = Family(parse_falcon_h1, FalconLayer, _expect, PARTS)
+FAMILY = Family(parse_falcon_h1, FalconLayer, _expect, PARTS, norms={"norm": ("final_layernorm",)})

@@ -13,7 +13,7 @@ from specdec.models.granite_hybrid.modules import INPUT, FusedMLP, GraniteAttent
 from specdec.models.mamba.filling import expect_mamba, fill_mamba
 from specdec.models.mamba.mixer import Mamba2
 from specdec.models.mixtures.fill import MixtureNames, fill_mixture
-from specdec.models.recurrent.rows import by_ranks
+from specdec.models.recurrent.fill import by_ranks, expect_kinds
 
 SIZES = "the mamba_* sizes, layer_types"
 NAMES = MixtureNames("block_sparse_moe.router.layer.weight", experts="block_sparse_moe.experts", shared="", layer_keys="")
@@ -42,6 +42,8 @@ def _expect(checkpoint: Checkpoint, config: ModelConfig) -> None:
     """ValueError if a config's sizes are not those of the first layer of each kind, by the headers."""
     H, D, experts = config.hidden_size, config.head_dim, config.experts
     recurrent = config.recurrent_layers
+    marks = "self_attn.q_proj.weight", "mamba.A_log"
+    expect_kinds(checkpoint, config, marks, ("attention", "mamba"), "layer_types (all mamba where it is absent)")
     first = f"model.layers.{min(set(range(config.num_layers)) - set(recurrent))}.self_attn"
     checkpoint.expect_matrix(f"{first}.q_proj", (config.num_heads * D, H), "num_attention_heads, layer_types and hidden_size")
     checkpoint.expect_matrix(f"{first}.k_proj", (config.num_kv_heads * D, H), "num_key_value_heads and hidden_size")

@@ -14,7 +14,6 @@ Tensor = TypeVar("Tensor")
 
 # By model_type: expressions for how names begin, and what that becomes.  The first that fits counts.
 RENAMED: dict[str, tuple[tuple[str, str], ...]] = {
-    "falcon_h1": ((r"model\.final_layernorm\.", "model.norm."),),
     "nemotron_h": (
         (r"(backbone|model)\.embeddings\.", "model.embed_tokens."),
         (r"(backbone|model)\.norm_f\.", "model.norm."),

@@ -9,7 +9,7 @@ from specdec.models.checkpoints.loader import copy_run, fill_float32, fill_linea
 from specdec.models.config import ModelConfig
 from specdec.models.linear import Stored
 from specdec.models.mamba.mixer import Mamba2
-from specdec.models.recurrent.rows import by_ranks, expect_decays
+from specdec.models.recurrent.fill import by_ranks, expect_rates, fill_taps
 from specdec.models.recurrent.sizes import RuleSizes
 
 
@@ -23,16 +23,15 @@ def fill_mamba(net: Mamba2, checkpoint: Checkpoint, prefix: str) -> None:
     fill_linear(net.in_proj, checkpoint, {"in_proj": f"{prefix}.in_proj"}, arrange)
     fill_linear(net.out_proj, checkpoint, f"{prefix}.out_proj")
     channels_first = partial(by_ranks, sizes=files[1:4], ranks=ranks, order=(2, 1, 0))
-    Z, C = net.conv_ZC.shape
-    conv = Stored(net.conv_ZC.detach().t()[:, None], (C * ranks, 1, Z), start=C * rank)
-    copy_run(conv, checkpoint, f"{prefix}.conv1d.weight", channels_first)
+    fill_taps(net.conv_ZC, checkpoint, f"{prefix}.conv1d.weight", net.shard, channels_first)
     if net.conv_bias_C is not None:
+        C = net.conv_bias_C.shape[0]
         bias = Stored(net.conv_bias_C.detach(), (C * ranks,), start=C * rank)
         copy_run(bias, checkpoint, f"{prefix}.conv1d.bias", channels_first)
     if net.norm_Y is not None:
         norm = Stored(net.norm_Y.detach(), (whole.outputs,), start=net.sizes.outputs * rank)
         copy_run(norm, checkpoint, f"{prefix}.norm.weight")
-    expect_decays(checkpoint, f"{prefix}.A_log", whole.value_heads)
+    expect_rates(checkpoint, f"{prefix}.A_log", (whole.value_heads,))
     own = net.shard.piece(whole.value_heads)
     net.A_log_V, net.D_V, net.dt_bias_V = (
         fill_float32(empty, checkpoint, f"{prefix}.{name}", own, whole.value_heads)

@@ -27,6 +27,7 @@ class MixtureNames(NamedTuple):
     parts: of an expert's projections that have other names than gate_proj, up_proj and down_proj.
     count_keys, width_keys, shared_keys: the keys of config.json that say these sizes, for errors.
     layer_keys: those that say which layers are mixtures; empty: all are.
+    dense: the gate of the MLP of layers that are not.
     """
 
     router: str = "mlp.gate.weight"
@@ -40,6 +41,7 @@ class MixtureNames(NamedTuple):
     width_keys: str = "moe_intermediate_size"
     shared_keys: str = "n_shared_experts and moe_intermediate_size"
     layer_keys: str = "first_k_dense_replace"
+    dense: str = "mlp.gate_proj"
 
 
 USUAL = MixtureNames()
@@ -56,7 +58,9 @@ def expect_mixture(checkpoint: Checkpoint, config: ModelConfig, *tables: Mixture
     _expect_kinds(checkpoint, config.num_layers, dense, tables or (USUAL,))
     if dense:
         size = (config.intermediate_size, H)
-        checkpoint.expect_matrix(f"model.layers.{min(dense)}.mlp.gate_proj", size, "intermediate_size and hidden_size")
+        gates = [f"model.layers.{min(dense)}.{names.dense}" for names in tables or (USUAL,)]
+        gate = next((name for name in gates if f"{name}.weight" in checkpoint), gates[0])
+        checkpoint.expect_matrix(gate, size, "intermediate_size and hidden_size")
     if experts is None:
         return
     layer = f"model.layers.{min(set(range(config.num_layers)) - dense)}"
@@ -75,8 +79,11 @@ def _expect_kinds(checkpoint: Checkpoint, count: int, dense: frozenset[int], tab
     sparse = set(range(count)) - dense
     if held == sparse or not keys:
         return
-    names = checkpoint.names()
-    plain = {index for index in sparse - held if any(name.startswith(f"{layers[index]}.mlp.gate_proj.") for name in names)}
+    names, gates = checkpoint.names(), tuple(each.dense for each in tables)
+    plain = {
+        index for index in sparse - held
+        if any(name.startswith(tuple(f"{layers[index]}.{gate}." for gate in gates)) for name in names)
+    }  # fmt: skip
     if wrong := plain | (held & dense):
         raise ValueError(
             f"{config_path(checkpoint.folder)}: layer {min(wrong)} {'is a mixture' if plain & {min(wrong)} else 'is dense'} by "

@@ -24,6 +24,7 @@ from specdec.models.deepseek.config import parse_deepseek
 from specdec.models.diffllama.config import parse_diffllama
 from specdec.models.gpt_oss.config import parse_gpt_oss
 from specdec.models.layers import Rotary
+from specdec.models.lfm2.config import parse_lfm2
 from specdec.models.llama.config import parse_llama
 from specdec.models.mixtures.loader import FAMILIES as MIXTURES
 from specdec.models.registry import choose_target, load_chosen
@@ -50,12 +51,16 @@ PARSERS: dict[str, Parse] = {
     "HYV3Config": MIXTURES["hy_v3"].parse,
     "OlmoeConfig": MIXTURES["olmoe"].parse,
     "MiniMaxM2Config": MIXTURES["minimax_m2"].parse,
+    "Lfm2Config": parse_lfm2,
+    "Lfm2MoeConfig": parse_lfm2,
 }
 # Fields that say less where the config does: nothing ends a text, texts are shorter, no layers of MTP are there.
 CAUTIOUS = ("eos_ids", "max_position", "mtp_layers")
 # What configs of a class need beside its own sizes: half of a head of 42 values can't be turned, and no number of experts is 0.
 WANTING: dict[str, dict[str, Any]] = {
     "Glm4MoeConfig": {"head_dim": 128},
+    "Lfm2Config": {"layer_types": None, "full_attn_idxs": [2]},  # the class has attention in all layers
+    "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"] * 16},
     "Dots1Config": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
 }
 # No config is written without them: the class's own number is that of one model.

@@ -28,9 +28,11 @@ HY3, ERNIE, DOTS, MINIMAX = ("hy_v3",), ("ernie4_5_moe",), ("dots1",), ("minimax
 OLMOE = ("olmoe",)
 MIXTURES = (*OLMOE, *QWEN_MOES, "mixtral", *HY3, *ERNIE, *DOTS, *MINIMAX, *GLM4)  # under ordinary heads
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # in wrappers they are read as outside
-ORDINARY = (*LLAMAS, *GPT, *MIXTURES, *HYBRIDS)  # heads
-ALL = (*LLAMAS, *DEEPSEEKS, *GPT, *MIXTURES, *HYBRIDS)
-TIED = ("qwen2", "mimo")  # the zoo's models whose output layer is the embeddings
+LFM2 = ("lfm2", "lfm2_moe")
+BY_STATES = (*HYBRIDS, *LFM2)
+ORDINARY = (*LLAMAS, *GPT, *MIXTURES, *BY_STATES)  # heads
+ALL = (*ORDINARY, *DEEPSEEKS)
+TIED = ("qwen2", "mimo", *LFM2)  # the zoo's models whose output layer is the embeddings
 UNTIED = tuple(family for family in ALL if family not in TIED)
 DEFAULT, LINEAR = {"rope_type": "default", "rope_theta": 5000.0}, {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0}
 WHOLE = DEFAULT | {"partial_rotary_factor": 1.0}
@@ -70,7 +72,7 @@ GROUPS = {
             (ALL, {"rope_parameters": DEFAULT, "rope_scaling": LINEAR}, "rope_parameters and rope_scaling must say the same"),
             (ALL, {"rope_parameters": LINEAR | {"rope_theta": None}, "rope_theta": 900.0}, "rope_theta"),
             ((*DEEPSEEKS, *GPT, *MIXTURES[:7]), {"rope_parameters": YARN | {"rope_theta": None}}, "rope_theta"),
-            ((*LLAMAS, *GPT, *LITE, *MIXTURES, *HYBRIDS), {"rope_parameters": WHOLE, "partial_rotary_factor": 0.5}, SAME),
+            ((*LLAMAS, *GPT, *LITE, *MIXTURES, *BY_STATES), {"rope_parameters": WHOLE, "partial_rotary_factor": 0.5}, SAME),
             (GLM4, {"rope_parameters": DEFAULT, "partial_rotary_factor": 0.25}, SAME),
             (MINIMAX, {"rope_parameters": DEFAULT, "rotary_dim": 4}, SAME),
             (MINIMAX, {"rope_parameters": DEFAULT, "rotary_dim": 4, "partial_rotary_factor": 0.5}, SAME),
@@ -85,7 +87,7 @@ GROUPS = {
     "rope's factors": KeyGroup(
         "rope_parameters max_position_embeddings",
         [
-            ((*LLAMAS, *GLM4, *MINIMAX, *HYBRIDS), {"rope_parameters": LLAMA3, "max_position_embeddings": 512}, SAME),
+            ((*LLAMAS, *GLM4, *MINIMAX, *BY_STATES), {"rope_parameters": LLAMA3, "max_position_embeddings": 512}, SAME),
             ((*DEEPSEEKS, *GPT, *MIXTURES[:7], *HYBRIDS), {"rope_parameters": YARN, "max_position_embeddings": 512}, SAME),
             (
                 (*DEEPSEEKS, *GPT),
@@ -149,7 +151,7 @@ GROUPS = {
         [
             (ORDINARY, {"head_dim": 20}, "q_proj.weight' must have shape .* num_attention_heads, head_dim"),
             (("llama", "diffllama"), {"head_dim": None}, SAME),  # hidden_size / num_attention_heads
-            (OLMOE, {"head_dim": ABSENT}, SAME),
+            ((*OLMOE, *LFM2), {"head_dim": ABSENT}, SAME),
             ((*MIXTURES[1:], *HYBRIDS), {"head_dim": ABSENT}, "q_proj.weight' must have shape"),
             (("qwen2", "mimo"), {"head_dim": ABSENT}, SAME),
             (("deepseek_v3", *LITE), {"head_dim": 16}, "head_dim must be qk_rope_head_dim, 8, or absent, got 16.* no head_dim"),
@@ -169,13 +171,15 @@ GROUPS = {
         least=1,
     ),
     "output layer": KeyGroup(
-        "tie_word_embeddings",
+        "tie_word_embeddings tie_embedding",
         [
             (UNTIED, {"tie_word_embeddings": True}, "ties lm_head to the embeddings, but the checkpoint"),
             (tuple(name for name in UNTIED if name not in ERNIE), {"tie_word_embeddings": ABSENT}, SAME),
             (ERNIE, {"tie_word_embeddings": ABSENT}, "ties lm_head to the embeddings, but the checkpoint"),
             (TIED, {"tie_word_embeddings": False}, "'lm_head.weight' is missing"),
-            (TIED, {"tie_word_embeddings": ABSENT}, "'lm_head.weight' is missing"),
+            (TIED[:2], {"tie_word_embeddings": ABSENT}, "'lm_head.weight' is missing"),
+            (LFM2, {"tie_word_embeddings": ABSENT}, SAME),
+            (LFM2, {"tie_embedding": False}, "tie_embedding is another name of tie_word_embeddings, .* got False and True"),
         ],
         least=1,
     ),
@@ -248,11 +252,24 @@ GROUPS = {
         ],
     ),
     "recurrent layers": KeyGroup(
-        "layer_types full_attention_interval",
+        "layer_types full_attention_interval full_attn_idxs",
         [
             (HYBRIDS, {"full_attention_interval": 1}, SAME),
             (HYBRIDS, {"layer_types": ABSENT, "full_attention_interval": 2}, SAME),
             (HYBRIDS, {"layer_types": ABSENT, "full_attention_interval": 3}, "layers must be of both kinds"),
+            (("lfm2",), {"full_attn_idxs": [0]}, SAME),  # layer_types count
+            (("lfm2",), {"layer_types": ABSENT, "full_attn_idxs": [1]}, SAME),
+            (("lfm2",), {"layer_types": ABSENT}, "lacks layer_types and full_attn_idxs"),
+            (("lfm2_moe",), {"full_attn_idxs": [1]}, "unknown config keys full_attn_idxs"),
+        ],
+    ),
+    "width of MLPs": KeyGroup(
+        "intermediate_size block_ff_dim block_auto_adjust_ff_dim block_multiple_of block_ffn_dim_multiplier",
+        [
+            (("lfm2",), {"block_ff_dim": 48, "intermediate_size": 32}, SAME),  # as in a published file
+            (("lfm2",), {"block_auto_adjust_ff_dim": False, "intermediate_size": 32}, SAME),
+            (("lfm2",), {"block_multiple_of": 16, "block_ffn_dim_multiplier": 0.6}, SAME),
+            (("lfm2",), {"block_ff_dim": 96}, "w1.weight' must have shape .64, 32.*, got .32, 32.*intermediate_size"),
         ],
     ),
     "shared indexers": KeyGroup(

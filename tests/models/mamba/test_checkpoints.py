@@ -124,6 +124,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("granitemoehybrid", {"time_step_limit": 3}, "time_step_limit must be null or a list of two numbers"),
     ("granitemoehybrid", {"layer_types": None}, "some layers must be of attention, by layer_types"),
     ("granitemoehybrid", {"layer_types": ["mamba", "sliding_attention"] * 2}, "layer_types must be 4 of full_attention or "),
+    ("granitemoehybrid", {"layer_types": ["attention", "mamba"] * 2}, "layer 0 is of attention by layer_types .*of mamba by its"),
     ("granitemoehybrid", {"position_embedding_type": "alibi"}, "position_embedding_type must be 'rope', 'nope' or null"),
     ("granitemoehybrid", {"normalization_function": "layernorm"}, "normalization_function must be 'rmsnorm' or absent"),
     ("granitemoehybrid", {"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),

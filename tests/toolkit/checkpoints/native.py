@@ -15,6 +15,7 @@ from toolkit.checkpoints.mixtures import MIXTURES, save_mixture
 from toolkit.deepseek import DEEPSEEKS, SPARSES, save_deepseek, save_sparse
 from toolkit.families import eager
 from toolkit.models import save_target
+from toolkit.recurrent.more_targets import MORE, save_more
 from toolkit.recurrent.targets import FAMILIES as HYBRIDS
 from toolkit.recurrent.targets import tiny_hybrid
 
@@ -38,6 +39,9 @@ NAMES = {
 ABSENT = "absent"  # a change that takes the key away
 IDS = torch.randint(40, (24,), generator=torch.Generator().manual_seed(5))  # three windows of 8 tokens
 LAYERS = 2
+SHORT: dict[str, dict[str, Any]] = {  # so many layers of hybrids
+    name: {"num_hidden_layers": LAYERS, "layer_types": ["conv", "full_attention"]} for name in ("lfm2", "lfm2_moe")
+}
 
 
 class NativeZoo:
@@ -58,6 +62,8 @@ class NativeZoo:
             kinds = ["linear_attention", "full_attention"]
             own = {"mlp_only_layers": []} if family == "qwen3_next" else {}
             tiny_hybrid(ours, family, num_hidden_layers=LAYERS, layer_types=kinds, **own)
+        if family in MORE and not ours.is_dir():
+            save_more(ours, family, **SHORT[family])
         if not ours.is_dir():
             zoos = ((SPARSES, save_sparse), (DEEPSEEKS, save_deepseek), (MIXTURES, save_mixture))
             save = next((save for names, save in zoos if name in names), save_target)
