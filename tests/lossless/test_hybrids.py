@@ -31,6 +31,7 @@ CASES = [
     ("granitemoehybrid", "eagle3", (4, 4, 14), 4, 3, 7),
     ("granite dense", "ngram", (3, 2, 6), 16, 2, 64),
     ("falcon_h1", "eagle3", (4, 3, 12), 4, 3, 10),
+    ("bamba", "eagle1", (5, 1, 6), 16, 2, 12),
     ("nemotron_h", "eagle3", (5, 8, 32), 5, 4, 9),
 ]
 

@@ -43,7 +43,7 @@ def _expect(checkpoint: Checkpoint, config: ModelConfig) -> None:
     H, D, experts = config.hidden_size, config.head_dim, config.experts
     recurrent = config.recurrent_layers
     marks = "self_attn.q_proj.weight", "mamba.A_log"
-    expect_kinds(checkpoint, config, marks, ("attention", "mamba"), "layer_types (all mamba where it is absent)")
+    expect_kinds(checkpoint, config, marks, ("attention", "mamba"), "layer_types (absent: all mamba)")
     first = f"model.layers.{min(set(range(config.num_layers)) - set(recurrent))}.self_attn"
     checkpoint.expect_matrix(f"{first}.q_proj", (config.num_heads * D, H), "num_attention_heads, layer_types and hidden_size")
     checkpoint.expect_matrix(f"{first}.k_proj", (config.num_kv_heads * D, H), "num_key_value_heads and hidden_size")

@@ -52,13 +52,14 @@ NEMOTRON: dict[str, Any] = dict(
 FALCON: dict[str, Any] = dict(hidden_size=64, mamba_d_ssm=64, mamba_d_head=16, head_dim=16, intermediate_size=64)
 CASES = [
     ("falcon_h1", "deepseek fp8", FALCON),
+    ("bamba", "awq", dict(hidden_size=64, mamba_n_heads=32, mamba_d_head=4, mamba_n_groups=4, intermediate_size=64)),
     ("granite dense", "w4a16 g32 asym", GRANITE),
     ("granite dense", "fp8 channel", GRANITE),
     ("nemotron_h", "modelopt fp8", NEMOTRON),
     ("nemotron_h", "nvfp4", NEMOTRON),
 ]
 
-MODULES = {"nemotron_h": "mixer", "falcon_h1": "mamba", "granite dense": "self_attn"}
+MODULES = {"nemotron_h": "mixer", "falcon_h1": "mamba", "granite dense": "self_attn", "bamba": "self_attn"}
 
 
 @pytest.mark.parametrize(("family", "scheme", "sizes"), CASES, ids=lambda v: v if isinstance(v, str) else "")
@@ -124,13 +125,17 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("granitemoehybrid", {"time_step_limit": 3}, "time_step_limit must be null or a list of two numbers"),
     ("granitemoehybrid", {"layer_types": None}, "some layers must be of attention, by layer_types"),
     ("granitemoehybrid", {"layer_types": ["mamba", "sliding_attention"] * 2}, "layer_types must be 4 of full_attention or "),
-    ("granitemoehybrid", {"layer_types": ["attention", "mamba"] * 2}, "layer 0 is of attention by layer_types .*of mamba by its"),
+    ("granitemoehybrid", {"layer_types": ["attention", "mamba"] * 2}, "layer 0 is of attention by .*but of mamba"),
     ("granitemoehybrid", {"position_embedding_type": "alibi"}, "position_embedding_type must be 'rope', 'nope' or null"),
     ("granitemoehybrid", {"normalization_function": "layernorm"}, "normalization_function must be 'rmsnorm' or absent"),
     ("granitemoehybrid", {"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
     ("granitemoehybrid", {"mamba_extra": 1}, "unknown config keys mamba_extra"),
     ("granitemoehybrid", {"num_experts_per_tok": 7}, "num_experts_per_tok must be at most num_local_experts 6, got 7"),
     ("granitemoehybrid", {"shared_intermediate_size": 8}, "shared_mlp.input_linear.*shared_intermediate_size and hidden_size"),
+    ("bamba", {"attn_layer_indices": None}, "some layers must be of attention, by attn_layer_indices"),
+    ("bamba", {"attn_layer_indices": [0]}, "layer 0 is of attention by attn_layer_indices, but of Mamba-2 by its tensors"),
+    ("bamba", {"attn_layer_indices": [3]}, "attn_layer_indices must hold numbers of layers from 0 to 2"),
+    ("bamba", {"partial_rotary_factor": 1.0}, "partial_rotary_factor must be 0.5, got 1.0"),
     ("falcon_h1", {"mamba_use_mlp": False}, "mamba_use_mlp must be True, got False"),
     ("falcon_h1", {"attn_layer_indices": [1]}, "attn_layer_indices must be None, got"),
     ("falcon_h1", {"ssm_multipliers": [1.0, 2.0]}, "ssm_multipliers must be null or a list of 5 numbers"),

@@ -39,6 +39,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "nemotron_h",
         dict(moe_latent_size=None, n_group=2, topk_group=1, n_routed_experts=8, norm_topk_prob=False, n_groups=1),
     ),
+    "bamba-biased": (
+        "bamba",
+        dict(attn_layer_indices=[0, 2], attention_bias=True, mlp_bias=True, mamba_proj_bias=True, tie_word_embeddings=True),
+    ),
     "falcon-gate-first": (
         "falcon_h1",
         dict(mamba_rms_norm=True, mamba_norm_before_gate=False, mamba_proj_bias=True, projectors_bias=True, mlp_bias=True),

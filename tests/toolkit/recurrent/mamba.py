@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
+    BambaConfig,
+    BambaForCausalLM,
     FalconH1Config,
     FalconH1ForCausalLM,
     GraniteMoeHybridConfig,
@@ -60,6 +62,7 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         GraniteMoeHybridForCausalLM,
         GRANITE | dict(num_local_experts=0, position_embedding_type="rope", tie_word_embeddings=True),
     ),
+    "bamba": (BambaConfig, BambaForCausalLM, MAMBA | dict(num_hidden_layers=3, intermediate_size=48, attn_layer_indices=[1])),
     "falcon_h1": (FalconH1Config, FalconH1ForCausalLM, FALCON),
     "nemotron_h": (NemotronHConfig, NemotronHForCausalLM, NEMOTRON),
 }
