@@ -10,6 +10,7 @@ from typing import Any
 
 from specdec.attention.kinds import FULL, RECURRENT
 from specdec.models.checkpoints.config_values import NotComputedHere, flag, number
+from specdec.models.keys.names import with_unsaid
 from specdec.models.mamba.config import KEYS, MambaConfig, read_mamba
 from specdec.models.mixtures.keys import layer_numbers, only, read_decoder
 
@@ -23,7 +24,7 @@ def parse_bamba(raw: dict[str, Any], where: str) -> MambaConfig:
     """A target's config.  ValueError names `where` (the file), the key, what was expected and what was found."""
     only(raw, where, partial_rotary_factor=0.5)
     number(raw, "z_loss_coefficient", where, 0.0, or_zero=True)  # of training alone
-    said = {**_DECODER, **{key: value for key, value in raw.items() if value is not None}}
+    said = with_unsaid(raw, _DECODER)
     base = read_decoder(said, where, _KEYS, eps=1e-5, positions=262144, rotated=0.5)
     recurrent, biases = read_mamba(said, where)
     attention, biased = layer_numbers(raw, ATTENTION, base.num_layers, where), flag(raw, "attention_bias", where)

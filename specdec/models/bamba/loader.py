@@ -1,26 +1,19 @@
-"""Layers of Bamba, which are ordinary ones but for Mamba-2, and how they lie in checkpoints."""
+"""How Bamba lies in checkpoints."""
 
 from __future__ import annotations
 
 from specdec.models.bamba.config import ATTENTION, parse_bamba
-from specdec.models.causal_lm import PreNormLayer
+from specdec.models.bamba.modules import bamba_layer
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.frame import Family
 from specdec.models.checkpoints.loader import Parts, fill_attention, fill_mlp
 from specdec.models.config import ModelConfig
 from specdec.models.layers import MLP, SelfAttention
-from specdec.models.mamba.config import MambaConfig
 from specdec.models.mamba.filling import expect_mamba, fill_mamba
 from specdec.models.mamba.mixer import Mamba2
 from specdec.models.recurrent.fill import expect_kinds
 
 SIZES = f"the mamba_* sizes, {ATTENTION}"
-
-
-def bamba_layer(config: MambaConfig, index: int) -> PreNormLayer:
-    """The layer of that number in a target."""
-    mixer = Mamba2(config) if config.layer_kinds[index].recurrent else SelfAttention(config, config.hidden_size)
-    return PreNormLayer(config, mixer, MLP(config))
 
 
 def _fill_mamba(net: Mamba2, checkpoint: Checkpoint, prefix: str) -> None:

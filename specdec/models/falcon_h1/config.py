@@ -11,6 +11,7 @@ from typing import Any
 
 from specdec.attention.kinds import LayerKind
 from specdec.models.checkpoints.config_values import flag, number, whole
+from specdec.models.keys.names import with_unsaid
 from specdec.models.mamba.config import KEYS, MambaConfig, read_mamba
 from specdec.models.mixtures.keys import only, read_decoder
 from specdec.ops.recurrent.gates.group_norm import GroupNormRule
@@ -53,7 +54,7 @@ class FalconConfig(MambaConfig):
 def parse_falcon_h1(raw: dict[str, Any], where: str) -> FalconConfig:
     """A target's config.  ValueError names `where` (the file), the key, what was expected and what was found."""
     only(raw, where, attn_layer_indices=None, mamba_use_mlp=True)
-    said = {**_DECODER, **{key: value for key, value in raw.items() if value is not None}}
+    said = with_unsaid(raw, _DECODER)
     base = read_decoder(said, where, _KEYS, eps=1e-5, positions=8192)
     outputs = None if "mamba_d_ssm" in raw and raw["mamba_d_ssm"] is None else whole(raw, "mamba_d_ssm", where, 1024)
     recurrent, biases = read_mamba(said, where, outputs)

@@ -11,7 +11,7 @@ from typing import Any
 
 from specdec.attention.kinds import FULL, RECURRENT, LayerKind
 from specdec.models.checkpoints.config_values import NotComputedHere, flag, number, text, whole
-from specdec.models.keys.names import by_own_names
+from specdec.models.keys.names import by_own_names, with_unsaid
 from specdec.models.keys.shared import check_types
 from specdec.models.mamba.config import KEYS, MambaConfig, read_mamba
 from specdec.models.mixtures.keys import TOP_K, read_decoder, with_experts
@@ -38,8 +38,7 @@ class GraniteConfig(MambaConfig):
 def parse_granite_hybrid(raw: dict[str, Any], where: str) -> GraniteConfig:
     """A target's config.  ValueError names `where` (the file), the key, what was expected and what was found."""
     raw = by_own_names(raw, {"layers_block_type": "layer_types", "num_experts": "num_local_experts"}, where)
-    said = {"num_key_value_heads": raw.get("num_attention_heads"), "intermediate_size": 11008}
-    said |= {key: value for key, value in raw.items() if value is not None}
+    said = with_unsaid(raw, {"num_key_value_heads": raw.get("num_attention_heads"), "intermediate_size": 11008})
     if (kind := text(raw, "normalization_function", where)) not in (None, "rmsnorm"):
         raise NotComputedHere(f"{where}: normalization_function must be 'rmsnorm' or absent, got {kind!r}")
     base = read_decoder(said, where, _KEYS, positions=2048)

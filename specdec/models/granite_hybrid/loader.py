@@ -45,8 +45,8 @@ def _expect(checkpoint: Checkpoint, config: ModelConfig) -> None:
     marks = "self_attn.q_proj.weight", "mamba.A_log"
     expect_kinds(checkpoint, config, marks, ("attention", "mamba"), "layer_types (absent: all mamba)")
     first = f"model.layers.{min(set(range(config.num_layers)) - set(recurrent))}.self_attn"
-    checkpoint.expect_matrix(f"{first}.q_proj", (config.num_heads * D, H), "num_attention_heads, layer_types and hidden_size")
-    checkpoint.expect_matrix(f"{first}.k_proj", (config.num_kv_heads * D, H), "num_key_value_heads and hidden_size")
+    checkpoint.expect_matrix(f"{first}.q_proj", (config.num_heads * D, H), "num_attention_heads, head_dim and hidden_size")
+    checkpoint.expect_matrix(f"{first}.k_proj", (config.num_kv_heads * D, H), "num_key_value_heads, head_dim, hidden_size")
     if recurrent:
         expect_mamba(checkpoint, config, f"model.layers.{recurrent[0]}.mamba", SIZES)
     width = config.intermediate_size if experts is None else experts.shared_size

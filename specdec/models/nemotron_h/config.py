@@ -13,7 +13,7 @@ from typing import Any
 
 from specdec.attention.kinds import FULL, RECURRENT, LayerKind
 from specdec.models.checkpoints.config_values import MAX_LAYERS, NotComputedHere, dtype_name, flag, number, text, whole
-from specdec.models.keys.names import by_own_names, expect_repeated
+from specdec.models.keys.names import by_own_names, expect_repeated, with_unsaid
 from specdec.models.keys.shared import MTP_COUNT
 from specdec.models.mamba.config import LIMIT, MambaConfig, refuse_limits, sizes_of
 from specdec.models.mixtures.keys import TOP_K, only, read_decoder, with_experts
@@ -58,7 +58,7 @@ def parse_nemotron_h(raw: dict[str, Any], where: str) -> MambaConfig:
     _expect_unread(raw, where)
     types = _types(raw, where)
     expect_repeated(raw, "num_hidden_layers", len(types), f"as many as {TYPES} or {PATTERN} has", where)
-    said = {**_DECODER, **{key: value for key, value in raw.items() if value is not None}}
+    said = with_unsaid(raw, _DECODER)
     eps = number(raw, "layer_norm_epsilon", where, 1e-5)
     said |= {"num_hidden_layers": len(types), "rms_norm_eps": eps}
     if "rms_norm_eps" in raw or number(raw, "norm_eps", where, eps) != eps:
