@@ -27,6 +27,8 @@ _WORDS = {"mamba": MAMBA, "attention": ATTENTION}  # other names of these
 _LETTERS = {"M": MAMBA, "*": ATTENTION, "E": MIXTURE, "-": MLP_BLOCK}
 _UNSAID = [MAMBA, MIXTURE, ATTENTION, MLP_BLOCK]
 TYPES, PATTERN = "layers_block_type", "hybrid_override_pattern"
+MTP_TYPES, MTP_PATTERN = f"mtp_{TYPES}", f"mtp_{PATTERN}"
+MTP_WORDS = [ATTENTION, MIXTURE]
 _OTHER_NAMES = {
     "layer_types": TYPES, "num_local_experts": "n_routed_experts", "mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel",
     "mamba_expand": "expand", "mamba_dt_min": "time_step_min", "mamba_dt_max": "time_step_max", "mamba_dt_limit": LIMIT,
@@ -78,6 +80,11 @@ def parse_nemotron_h(raw: dict[str, Any], where: str) -> MambaConfig:
     return config if MIXTURE not in types else _with_experts(config, types, raw, where)
 
 
+def mtp_words(raw: dict[str, Any], where: str) -> list[str]:
+    """What the blocks of an MTP layer are, one after the other."""
+    return _said_types(raw, where, MTP_TYPES, MTP_PATTERN) or MTP_WORDS
+
+
 def _expect_unread(raw: dict[str, Any], where: str) -> None:
     """ValueError for values of another kind of keys that change nothing: states are float32 whatever their dtype is to be."""
     whole(raw, "chunk_size", where, 128)
@@ -90,23 +97,29 @@ def _expect_unread(raw: dict[str, Any], where: str) -> None:
 
 
 def _types(raw: dict[str, Any], where: str) -> list[str]:
-    """What each layer is, by a list of words, or by a letter each."""
-    listed, pattern = raw.get(TYPES), text(raw, PATTERN, where)
-    spelled = None if pattern is None else [_LETTERS.get(letter, letter) for letter in pattern]
-    if listed is not None and not isinstance(listed, list):
-        raise ValueError(f"{where}: {TYPES} must be null or a list of {', '.join(_UNSAID)}, got {listed!r}"[:500])
-    types = None if listed is None else [_WORDS.get(each, each) if isinstance(each, str) else each for each in listed]
-    if types is not None and spelled is not None and types != spelled:
-        raise ValueError(f"{where}: {TYPES} and {PATTERN} must say the same where both are there; nearest thing: {TYPES} alone")
-    types = types or spelled or _UNSAID
-    if unknown := [each for each in types if each not in _UNSAID]:
-        raise NotComputedHere(f"{where}: {TYPES} must be a list of {', '.join(_UNSAID)}, got {unknown[0]!r}"[:500])
+    """What each layer is."""
+    types = _said_types(raw, where, TYPES, PATTERN) or _UNSAID
     if ATTENTION not in types or MAMBA not in types:
-        raise NotComputedHere(
-            f"{where}: {TYPES} (or {PATTERN}) must have layers of {ATTENTION} and of {MAMBA}, got {types}"[:500]
-        )
+        said = f"{TYPES} (or {PATTERN}) must have layers of {ATTENTION} and of {MAMBA}"
+        raise NotComputedHere(f"{where}: {said}, got {types}"[:500])
     if len(types) > MAX_LAYERS:
         raise ValueError(f"{where}: {TYPES} must have at most {MAX_LAYERS} layers, got {len(types)}")
+    return types
+
+
+def _said_types(raw: dict[str, Any], where: str, listing: str, pattern: str) -> list[str]:
+    """What blocks are, by a list of words, or by a letter each; empty if neither is there.  listing, pattern: the keys."""
+    listed, letters = raw.get(listing), text(raw, pattern, where)
+    spelled = None if letters is None else [_LETTERS.get(letter, letter) for letter in letters]
+    if listed is not None and not isinstance(listed, list):
+        raise ValueError(f"{where}: {listing} must be null or a list of {', '.join(_UNSAID)}, got {listed!r}"[:500])
+    types = None if listed is None else [_WORDS.get(each, each) if isinstance(each, str) else each for each in listed]
+    if types is not None and spelled is not None and types != spelled:
+        said = f"{listing} and {pattern} must say the same where both are there"
+        raise ValueError(f"{where}: {said}, got {listed} and {letters!r}; nearest thing that works: {listing} alone"[:500])
+    types = types or spelled or []
+    if unknown := [each for each in types if each not in _UNSAID]:
+        raise NotComputedHere(f"{where}: {listing} must be a list of {', '.join(_UNSAID)}, got {unknown[0]!r}"[:500])
     return types
 
 

@@ -84,4 +84,15 @@ def _expect_kinds(checkpoint: Checkpoint, words: list[str]) -> None:
 PARTS: Parts = {
     Mamba2: fill_mamba, SelfAttention: fill_attention, ReluMLP: _fill_mlp, MixtureOfExperts: _fill_mixture,
 }  # fmt: skip
+
+
+def _fill_mtp_attention(attention: SelfAttention, checkpoint: Checkpoint, prefix: str) -> None:
+    fill_attention(attention, checkpoint, f"{prefix.rpartition('.')[0]}.0.mixer")
+
+
+def _fill_mtp_mixture(moe: MixtureOfExperts, checkpoint: Checkpoint, prefix: str) -> None:
+    _fill_mixture(moe, checkpoint, f"{prefix.rpartition('.')[0]}.1.mixer")
+
+
+MTP_PARTS: Parts = {SelfAttention: _fill_mtp_attention, MixtureOfExperts: _fill_mtp_mixture}
 FAMILY = Family(parse_nemotron_h, OneBlockLayer, _expect, PARTS)

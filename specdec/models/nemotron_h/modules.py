@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from specdec.attention.inputs import AttentionFn
-from specdec.models.causal_lm import TargetLayer
+from specdec.models.causal_lm import PreNormLayer, TargetLayer
 from specdec.models.layers import ReluMLP, RMSNorm, SelfAttention
 from specdec.models.mamba.config import MambaConfig
 from specdec.models.mamba.mixer import Mamba2
@@ -52,3 +52,9 @@ def _block(config: MambaConfig, index: int) -> nn.Module:
     if experts is None or index in experts.dense_layers:
         return ReluMLP(config, config.intermediate_size)
     return MixtureOfExperts(config, experts)
+
+
+def mtp_layer(config: MambaConfig, index: int) -> PreNormLayer:
+    """The decoder layer of MTP: a block of attention, and then one of a mixture, each with its norm."""
+    assert config.experts is not None
+    return PreNormLayer(config, SelfAttention(config, config.hidden_size), MixtureOfExperts(config, config.experts))

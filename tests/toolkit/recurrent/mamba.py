@@ -6,11 +6,14 @@ and multipliers off 1.
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
     BambaConfig,
@@ -90,6 +93,28 @@ def mamba_model(family: str, seed: int | None = None, **changes: Any) -> PreTrai
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
     return model
+
+
+def with_mtp(folder: Path, seed: int = 11) -> Path:
+    """Adds MTP to a Nemotron that `tiny_mamba` saved: a block of attention and one of a mixture, a join, three norms."""
+    own = mtp_tensors(seed)
+    save_file(load_file(folder / "model.safetensors") | own, folder / "model.safetensors", metadata={"format": "pt"})
+    raw = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(raw))
+    return folder
+
+
+def mtp_tensors(seed: int) -> dict[str, Tensor]:
+    with TemporaryDirectory() as place:
+        tiny_mamba(Path(place), "nemotron_h", seed, layers_block_type=["attention", "moe"])
+        blocks = load_file(Path(place) / "model.safetensors")
+    own = {name.replace("backbone.", "mtp.", 1): x for name, x in blocks.items() if ".layers." in name}
+    own["mtp.layers.1.final_layernorm.weight"] = blocks["backbone.norm_f.weight"]
+    H, generator = len(blocks["backbone.norm_f.weight"]), torch.Generator().manual_seed(seed)
+    shapes: dict[str, tuple[int, ...]] = {"enorm": (H,), "hnorm": (H,), "eh_proj": (H, 2 * H)}
+    for name, shape in shapes.items():
+        own[f"mtp.layers.0.{name}.weight"] = weight_of(name, torch.randn(shape, generator=generator))
+    return own
 
 
 def weight_of(name: str, noise: Tensor) -> Tensor:
