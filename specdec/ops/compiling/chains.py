@@ -146,7 +146,7 @@ GROUPS = (
         "The gated delta rule comes after the convolution, and reads the numbers, parents and accepted nodes of the round, and "
         "what the round before left, before its wait. So does the convolution, after a product, which triggers late too.",
         "",
-        {"chunk_convolution": "weight", "tree_convolution": "conv count left path read weight"},
+        {"chunk_convolution": "bias weight", "tree_convolution": "bias conv count left path read weight"},
     ),
     KernelGroup(
         "late",
@@ -160,6 +160,7 @@ GROUPS = (
             "tree_nodes": "parents",
             "step_rule": "count decay_left k_left path read state u_left",
             "tree_rule": "count decay_left k_left path read state u_left",
+            "tree_rule_hopper": "A_log count decay_left dt_bias k_left parents path read state u_left",
         },
     ),
     KernelGroup(

@@ -19,13 +19,13 @@ PRECISION = "tf32x3"
 
 @triton.jit
 def log_decays(a_N, A_log, dt_bias):
-    """Of values a of one head, whose weights the other two point at: -exp(A_log) * softplus(a + dt_bias)."""
-    x_N = a_N.to(tl.float32) + tl.load(dt_bias).to(tl.float32)
+    """Of values a of one head, whose weights the other two are: -exp(A_log) * softplus(a + dt_bias)."""
+    x_N = a_N.to(tl.float32) + dt_bias.to(tl.float32)
     small_N = tl.exp(-tl.abs(x_N))
     sum_N = 1.0 + small_N
     # log(1 + small): the rounding of the sum is taken back, by which small numbers would be lost.
     log_N = tl.where(sum_N == 1.0, small_N, tl.log(sum_N) * (small_N / tl.where(sum_N == 1.0, 1.0, sum_N - 1.0)))
-    return -tl.exp(tl.load(A_log).to(tl.float32)) * (tl.maximum(x_N, 0.0) + log_N)
+    return -tl.exp(A_log.to(tl.float32)) * (tl.maximum(x_N, 0.0) + log_N)
 
 
 @triton.jit

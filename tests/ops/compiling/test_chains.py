@@ -19,7 +19,7 @@ NEVER_WRITTEN = {  # by kernels: arguments that may be read through L1 before a 
     "few_rows": "table weight",
     "many_rows": "table weight",
     "chain_step": "w2",
-    "chunk_convolution": "weight",
+    "chunk_convolution": "bias weight",
     "corrected_logits": "w2",
     "gated_norm": "weight",
     "fill_pairs": "mask",  # a row of the drafter's weights
@@ -35,7 +35,8 @@ NEVER_WRITTEN = {  # by kernels: arguments that may be read through L1 before a 
     "subtract": "factor norm",
     "suffix_merge": "scales sinks slopes",  # scales of fp8 heads; those of int8 tokens come from L2
     "take_columns": "order",
-    "tree_convolution": "weight",
+    "tree_convolution": "bias weight",
+    "tree_rule_hopper": "A_log dt_bias",
 }
 
 

@@ -86,6 +86,10 @@ CHOSEN: dict[str, list[str]] = {
     "tree_rule_kernel": [
         f"{RULE}::test_trees_equal_the_definition[sizes{at}]" for at in ("3-7-tree-6-dtype3", "5-32-tree-6-dtype5")
     ],
+    "tree_rule_hopper_kernel": [
+        "tests/ops/recurrent/test_rule_hopper.py::test_trees_equal_the_definition[7-chain-6-None]",
+        "tests/ops/recurrent/test_rule_hopper.py::test_trees_equal_the_definition[20-tree-6-tiles5]",
+    ],
     "chunk_prepare_kernel": [f"{RULE}::test_parts_equal_the_definition[blocks of 32]"],
     "chunk_scan_kernel": [],
     "gated_norm_kernel": [

@@ -38,7 +38,7 @@ def chunk_prepare_kernel(
     ok_N = at_N < end
     from_k_NK = y + (G + h // (H // G)) * K + at_N[:, None] * stride_y + tl.arange(0, BLOCK_K)[None, :]
     kk, k_length = _products(from_k_NK, from_k_NK, ok_N, K, PRECISION, BLOCK_N, BLOCK_K)
-    decay_N = log_decays(tl.load(a + at_N * stride_a + h, mask=ok_N, other=0.0), A_log + h, dt_bias + h)
+    decay_N = log_decays(tl.load(a + at_N * stride_a + h, mask=ok_N, other=0.0), tl.load(A_log + h), tl.load(dt_bias + h))
     decay_N = tl.where(ok_N, decay_N, 0.0)
     beta_N = strengths(tl.load(b + at_N * stride_b + h, mask=ok_N, other=0.0))
     i, j = n[:, None], n[None, :]

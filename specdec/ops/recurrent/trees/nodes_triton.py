@@ -42,7 +42,7 @@ def tree_nodes_kernel(
     q_MK = tl.load(from_q_MK, mask=ok_M[:, None], other=0.0)
     k_MK = tl.load(from_q_MK + G * K, mask=ok_M[:, None], other=0.0)
     q_squares, k_squares = squares(q_MK), squares(k_MK)
-    decay_M = log_decays(tl.load(a + at_M * stride_a + h, mask=ok_M, other=0.0), A_log + h, dt_bias + h)
+    decay_M = log_decays(tl.load(a + at_M * stride_a + h, mask=ok_M, other=0.0), tl.load(A_log + h), tl.load(dt_bias + h))
     beta_M = strengths(tl.load(b + at_M * stride_b + h, mask=ok_M, other=0.0))
     # Numbers of a node that are not finite may reach those below it alone: `gated_delta.without_broken`.
     sound_M = (q_squares < float("inf")) & (k_squares < float("inf")) & (tl.abs(decay_M) < float("inf")) & (beta_M == beta_M)
