@@ -187,9 +187,10 @@ def placed_experts(
     """The sum by the kernels for many rows an expert.  On a Hopper GPU alone."""
     places = place_pairs(topk_ids_TK, len(gate_up_EGH))
     rows_RH = spread_rows(x_TH, places.places_P, places.rows)
-    gate = form.gate if isinstance(form.gate, SwiGLU) else None
-    mid_RF = grouped_linear(rows_RH, gate_up_EGH, form.gate_up_bias, places, gate, tiles[0])
-    mid_RF = mid_RF if isinstance(form.gate, SwiGLU) else form.gate(mid_RF)
+    if isinstance(form.gate, SwiGLU):
+        mid_RF = grouped_linear(rows_RH, gate_up_EGH, form.gate_up_bias, places, form.gate, tiles[0])
+    else:  # tiles of a product without a gate leave room for a wider result
+        mid_RF = form.gate(grouped_linear(rows_RH, gate_up_EGH, form.gate_up_bias, places, None, tiles[1]))
     out_RH = grouped_linear(mid_RF, down_EHF, form.down_bias, places, None, tiles[1])
     return weighted_sum(out_RH, topk_weights_TK.float().contiguous(), places.places_P)
 
