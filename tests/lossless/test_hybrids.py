@@ -6,7 +6,7 @@ that a chunk begins anew, and a state of an earlier request that a row goes on w
 
 import pytest
 import toolkit.heads.block_zoo
-import toolkit.recurrent.mamba
+import toolkit.recurrent.mamba_targets
 import toolkit.recurrent.more_targets
 import toolkit.recurrent.targets  # noqa: F401 (and its targets)
 from toolkit.driver import Driver

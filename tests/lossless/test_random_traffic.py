@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import toolkit.heads.block_zoo
-import toolkit.recurrent.mamba
+import toolkit.recurrent.mamba_targets
 import toolkit.recurrent.more_targets
 import toolkit.recurrent.targets  # noqa: F401 (and its targets)
 from toolkit.driver import Driver

@@ -14,7 +14,7 @@ from specdec.models.checkpoints.config_values import flag, number, whole
 from specdec.models.keys.names import with_unsaid
 from specdec.models.mamba.config import KEYS, MambaConfig, read_mamba
 from specdec.models.mixtures.keys import only, read_decoder
-from specdec.ops.recurrent.gates.group_norm import GroupNormRule
+from specdec.ops.recurrent.gates.gated_norm import FALCON, FALCON_GATE_FIRST
 
 _MULTIPLIERS = (
     "attention_in_multiplier attention_out_multiplier embedding_multiplier key_multiplier lm_head_multiplier ssm_in_multiplier "
@@ -58,7 +58,7 @@ def parse_falcon_h1(raw: dict[str, Any], where: str) -> FalconConfig:
     base = read_decoder(said, where, _KEYS, eps=1e-5, positions=8192)
     outputs = None if "mamba_d_ssm" in raw and raw["mamba_d_ssm"] is None else whole(raw, "mamba_d_ssm", where, 1024)
     recurrent, biases = read_mamba(said, where, outputs)
-    normed, norm_first = flag(raw, "mamba_rms_norm", where), flag(raw, "mamba_norm_before_gate", where, True)
+    form = FALCON if flag(raw, "mamba_norm_before_gate", where, True) else FALCON_GATE_FIRST
     biased = flag(raw, "attention_bias", where)
     by_key = {key: number(said, key, where, 1.0) for key in _MULTIPLIERS.split()}
     gate, down = _several(raw, "mlp_multipliers", 2, where)
@@ -71,7 +71,7 @@ def parse_falcon_h1(raw: dict[str, Any], where: str) -> FalconConfig:
         "mlp_bias": flag(raw, "mlp_bias", where), "embedding_multiplier": by_key["embedding_multiplier"],
         "logits_multiplier": by_key["lm_head_multiplier"], "multipliers": times, "recurrent": recurrent,
         "layer_kinds": (BOTH,) * base.num_layers,
-        "gated_norm": GroupNormRule(gate_first=not norm_first, rounds_once=True) if normed else None,
+        "gated_norm": form if flag(raw, "mamba_rms_norm", where) else None,
     }  # fmt: skip
     return FalconConfig(**{**vars(base), **own})
 

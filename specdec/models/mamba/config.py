@@ -12,7 +12,7 @@ from typing import Any
 from specdec.models.checkpoints.config_values import NotComputedHere, flag, whole
 from specdec.models.config import ModelConfig
 from specdec.models.recurrent.sizes import RecurrentConfig, RuleSizes
-from specdec.ops.recurrent.gates.group_norm import GATE_FIRST, GroupNormRule
+from specdec.ops.recurrent.gates.gated_norm import MAMBA, NormForm
 
 LIMIT = "time_step_limit"
 KEYS = (
@@ -28,13 +28,13 @@ class MambaConfig(ModelConfig):
     """A decoder of which some layers are Mamba-2's.
 
     conv_bias, in_bias, out_bias: whether the convolution and the two projections have biases.
-    gated_norm: the norm before the output projection; None: a gate alone.
+    gated_norm: the norm of each group before the output projection; None: a gate alone.
     """
 
     conv_bias: bool = True
     in_bias: bool = False
     out_bias: bool = False
-    gated_norm: GroupNormRule | None = GATE_FIRST
+    gated_norm: NormForm | None = MAMBA
 
 
 def read_mamba(raw: dict[str, Any], where: str, outputs: int | None = None) -> tuple[RecurrentConfig, dict[str, bool]]:

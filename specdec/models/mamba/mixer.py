@@ -20,7 +20,8 @@ from specdec.models.recurrent.layer import RecurrentLayer
 from specdec.models.recurrent.ssd import SsdInputs
 from specdec.ops.products.partials import Partials
 from specdec.ops.recurrent.conv import Convolution
-from specdec.ops.recurrent.gates.group_norm import gate, gated_group_norm
+from specdec.ops.recurrent.gates.gated_norm import gated_norm
+from specdec.ops.recurrent.gates.output_gate import gated_output
 from specdec.ops.recurrent.ssd import SsdGates
 from specdec.ops.rope import Rotation
 from specdec.ops.rows import select_rows
@@ -55,13 +56,14 @@ class Mamba2(RecurrentLayer):
         x_TC, z_TY, dt_TV = self.project(x_TH).tensor_split((C, C + Y), dim=1)
         gates = SsdGates(dt_TV, self.A_log_V, self.dt_bias_V, self.D_V)
         conv = Convolution(self.conv_ZC, self.conv_bias_C)
-        out_RY = attn(layer, SsdInputs(x_TC, conv, gates, self.sizes), rows_R).flatten(1)
-        z_RY = z_TY if rows_R is None else select_rows(z_TY, rows_R)
+        out_RVE = attn(layer, SsdInputs(x_TC, conv, gates, self.sizes), rows_R)
         if self.gated_norm is None:
-            return self.out_proj(gate(out_RY, z_RY), partials=True)
+            z_TVE = z_TY.unflatten(1, out_RVE.shape[1:])
+            return self.out_proj(gated_output(out_RVE, z_TVE, rows_R, silu=True), partials=True)
         assert self.norm_Y is not None
-        normed_RY = gated_group_norm(out_RY, z_RY, self.norm_Y, self.sizes.key_heads, self.eps, self.gated_norm)
-        return self.out_proj(normed_RY, partials=True)
+        z_RY, groups = z_TY if rows_R is None else select_rows(z_TY, rows_R), (self.sizes.key_heads, -1)
+        by_group = out_RVE.flatten(1).unflatten(1, groups), z_RY.unflatten(1, groups), self.norm_Y.unflatten(0, groups)
+        return self.out_proj(gated_norm(*by_group, self.eps, self.gated_norm).flatten(1), partials=True)
 
     def project(self, x_TH: Tensor) -> Tensor:
         """[T, C + Y + V], in the order of in_proj's rows."""

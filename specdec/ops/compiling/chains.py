@@ -152,9 +152,11 @@ GROUPS = (
         "late",
         "The convolution in front triggers late, so what stood before it is complete; states and what nodes left were written "
         "a round ago, under other numbers than those that tree_nodes writes in front of tree_rule. What comes next waits for a "
-        "complete convolution, too, and chunk_scan for what chunk_prepare leaves.",
-        "",
+        "complete convolution, too, and chunk_scan for what chunk_prepare leaves; so it is with Mamba-2's rule.",
+        "ssd_prepare ssd_scan",
         {
+            "ssd_step": "count decay_left k_left path read state u_left",
+            "ssd_tree": "count decay_left k_left parents path read state u_left",
             "chunk_prepare": "",
             "chunk_scan": "",
             "tree_nodes": "parents",

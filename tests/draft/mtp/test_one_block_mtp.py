@@ -13,7 +13,7 @@ from toolkit.checkpoints.plans import plan_memory
 from toolkit.driver import Driver
 from toolkit.families import assert_greedy
 from toolkit.models import ragged_prompts
-from toolkit.recurrent.mamba import mamba_model, mtp_tensors, tiny_mamba, with_mtp
+from toolkit.recurrent.mamba_targets import mamba_model, mtp_tensors, tiny_mamba, with_mtp
 from torch import Tensor
 
 from specdec import EngineOptions, SamplingParams, SpecConfig, SpecDecoder

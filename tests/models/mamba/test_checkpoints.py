@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from toolkit.checkpoints.plans import plan_memory
 from toolkit.oracles.quantised import SCHEMES, as_quantised
 from toolkit.parallel.decoders import with_ranks
-from toolkit.recurrent.mamba import tiny_mamba
+from toolkit.recurrent.mamba_targets import tiny_mamba
 
 from specdec import SamplingParams, SpecDecoder
 from specdec.attention.eager.dense import DenseAttention

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from toolkit.checkpoints.load import load_target
-from toolkit.recurrent.mamba import FAMILIES, mamba_model
+from toolkit.recurrent.mamba_targets import FAMILIES, mamba_model
 
 from specdec.attention.eager.dense import DenseAttention
 from specdec.models.causal_lm import CausalLM

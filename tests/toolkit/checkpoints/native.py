@@ -15,8 +15,8 @@ from toolkit.checkpoints.mixtures import MIXTURES, save_mixture
 from toolkit.deepseek import DEEPSEEKS, SPARSES, save_deepseek, save_sparse
 from toolkit.families import eager
 from toolkit.models import save_target
-from toolkit.recurrent.mamba import FAMILIES as MAMBAS
-from toolkit.recurrent.mamba import tiny_mamba
+from toolkit.recurrent.mamba_targets import FAMILIES as MAMBAS
+from toolkit.recurrent.mamba_targets import tiny_mamba
 from toolkit.recurrent.more_targets import MORE, save_more
 from toolkit.recurrent.targets import FAMILIES as HYBRIDS
 from toolkit.recurrent.targets import tiny_hybrid

@@ -10,6 +10,7 @@ from toolkit.sanitize.explained import ROOMS
 
 ROUTED = "tests/ops/products/experts/test_routed.py"
 RULE = "tests/ops/recurrent/test_rule_triton.py"
+SSD = "tests/ops/recurrent/test_ssd_triton.py"
 
 CHOSEN: dict[str, list[str]] = {
     # ops
@@ -92,6 +93,12 @@ CHOSEN: dict[str, list[str]] = {
     ],
     "chunk_prepare_kernel": [f"{RULE}::test_parts_equal_the_definition[blocks of 32]"],
     "chunk_scan_kernel": [],
+    "ssd_step_kernel": [f"{SSD}::test_trees_equal_the_definition[sizes1-1-chain-6-dtype1]"],
+    "ssd_tree_kernel": [
+        f"{SSD}::test_trees_equal_the_definition[sizes{at}]" for at in ("3-7-tree-6-dtype3", "5-32-tree-6-dtype5")
+    ],
+    "ssd_prepare_kernel": [f"{SSD}::test_parts_equal_the_definition[blocks of 32]"],
+    "ssd_scan_kernel": [],
     "gated_norm_kernel": [
         "tests/ops/recurrent/test_gated_norm.py::test_a_norm_with_its_gate_is_transformers_[torch.float16-1-5-48]"
     ],
@@ -189,7 +196,9 @@ CHOSEN: dict[str, list[str]] = {
     "path_tables_kernel": ["tests/verify/test_kernels.py::test_tables_equal_the_definition[4-16-5-1]"],
     "state_numbers_kernel": ["tests/verify/test_states.py::test_kernels_equal_their_definitions[0]"],
     "commit_states_kernel": ["tests/verify/test_states.py::test_kernels_equal_their_definitions[1]"],
-    "output_gate_kernel": ["tests/ops/recurrent/test_output_gate.py::test_the_kernel_equals_the_definition[rows1-dtype1]"],
+    "output_gate_kernel": [
+        "tests/ops/recurrent/test_output_gate.py::test_the_kernel_equals_the_definition[False-rows1-dtype1]"
+    ],
     "accept_kernel": ["tests/verify/test_kernels.py::test_acceptance_equals_the_definition[2-33-32]"],
     # Hopper's own, which take longest
     "latent_hopper_kernel": ["tests/attention/latent/test_mla_gpu.py::test_latents_of_deepseek[64-True-16 bits]"],

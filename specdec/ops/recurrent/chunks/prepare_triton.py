@@ -31,7 +31,7 @@ def chunk_prepare_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    begin, end = _tokens_of_block(tl.program_id(1), cu, after, B, BLOCK_N, SEARCH)
+    begin, end = tokens_of_block(tl.program_id(1), cu, after, B, BLOCK_N, SEARCH)
     if begin == end:
         return
     at_N = begin.to(tl.int64) + n
@@ -60,7 +60,7 @@ def chunk_prepare_kernel(
 
 
 @triton.jit
-def _tokens_of_block(block, cu, after, B, N: tl.constexpr, SEARCH: tl.constexpr):
+def tokens_of_block(block, cu, after, B, N: tl.constexpr, SEARCH: tl.constexpr):
     """(its first token, where it ends): the same where there is no such block.  A block also ends where a state is kept."""
     before, begin, end = block * 0, block * 0, block * 0
     for first in range(0, B, SEARCH):

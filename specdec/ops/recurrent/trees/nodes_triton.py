@@ -33,7 +33,7 @@ def tree_nodes_kernel(
 ):  # fmt: skip
     row, h = tl.program_id(1).to(tl.int64), tl.program_id(0)
     g, m, k = h // (H // G), tl.arange(0, M), tl.arange(0, K)
-    mask_MM = _ancestors(parents + row * N, N, DEPTH, CHAIN, M)
+    mask_MM = ancestors(parents + row * N, N, DEPTH, CHAIN, M)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -72,7 +72,7 @@ def tree_nodes_kernel(
 
 
 @triton.jit
-def _ancestors(parents, N: tl.constexpr, DEPTH: tl.constexpr, CHAIN: tl.constexpr, M: tl.constexpr):
+def ancestors(parents, N: tl.constexpr, DEPTH: tl.constexpr, CHAIN: tl.constexpr, M: tl.constexpr):
     """Whether node j is i or above i [M, M]."""
     m = tl.arange(0, M)
     if CHAIN:
