@@ -30,7 +30,7 @@ PATTERNS = (  # the first pattern that occurs in a kernel's short name says its 
     (COPY, r"memcpy|memset"),
     (
         RECURRENT,
-        r"_rule|convolution|gated_norm|^ssd_|^(tree_nodes|chunk_prepare|chunk_scan|state_numbers|commit_states)_kernel",
+        r"_rule|convolution|gated_norm|^ssd_|^(tree_nodes|chunk_prepare|chunk_scan|state_numbers|commit_states|kimi_\w+)_kernel",
     ),
     (NORM, r"norm|rope|rotate|silu|output_gate"),
     (

@@ -27,7 +27,8 @@ NEVER_WRITTEN = {  # by kernels: arguments that may be read through L1 before a 
     "quantised_warp": WORDS,
     "quantised_warpgroup": WORDS,
     "router": "bias correction weight",
-    "rope_store": "table",  # rotations, also in the next two
+    "rope_store": "table",  # rotations, also in the next three
+    "single_query_attention": "norm table",
     "store_index": "table",
     "store_latent": "table",
     "scan": "offsets",  # from a drafter's token ids to the target's

@@ -11,6 +11,7 @@ from toolkit.sanitize.explained import ROOMS
 ROUTED = "tests/ops/products/experts/test_routed.py"
 RULE = "tests/ops/recurrent/test_rule_triton.py"
 SSD = "tests/ops/recurrent/test_ssd_triton.py"
+KIMI = "tests/ops/recurrent/test_kimi_triton.py"
 
 CHOSEN: dict[str, list[str]] = {
     # ops
@@ -99,6 +100,11 @@ CHOSEN: dict[str, list[str]] = {
     ],
     "ssd_prepare_kernel": [f"{SSD}::test_parts_equal_the_definition[blocks of 32]"],
     "ssd_scan_kernel": [],
+    "kimi_step_kernel": [f"{KIMI}::test_trees_equal_the_definition[sizes1-1-chain-6-dtype1]"],
+    "kimi_nodes_kernel": [f"{KIMI}::test_trees_equal_the_definition[sizes4-32-chain-2-dtype4]"],
+    "kimi_rule_kernel": [f"{KIMI}::test_trees_equal_the_definition[sizes3-7-tree-6-dtype3]"],
+    "kimi_prepare_kernel": [f"{KIMI}::test_parts_equal_the_definition[blocks of 32]"],
+    "kimi_scan_kernel": [],
     "gated_norm_kernel": [
         "tests/ops/recurrent/test_gated_norm.py::test_a_norm_with_its_gate_is_transformers_[torch.float16-1-5-48]"
     ],
@@ -130,6 +136,9 @@ CHOSEN: dict[str, list[str]] = {
         "tests/attention/caches/test_int8_keys.py::test_the_kernel_stores_the_very_bytes_of_the_definition[5-3-24-True-torch.float16]",
     ],
     "paged_attention_kernel": ["tests/attention/kernels/test_triton.py::test_nan_in_unread_slots_stays_there[5]"],
+    "single_query_attention_kernel": [
+        "tests/attention/test_single_query.py::test_a_layer_takes_it_where_it_was_measured",
+    ],
     "paged_hopper_kernel": ["tests/attention/kernels/test_hopper_gpu.py::test_the_rule_s_own_choice[empty row]"],
     "suffix_merge_kernel": ["tests/attention/kernels/test_triton.py::test_any_number_of_splits_gives_the_same[True-8]"],
     "sinks_kernel": ["tests/attention/kernels/test_sinks.py::test_sinks_equal_their_definition[7-3-24-dtype1]"],

@@ -101,7 +101,7 @@ def _store_inverse(
 ):  # fmt: skip
     """In two halves, if it is stored in 16 bits."""
     is_short: tl.constexpr = to_NN.dtype.element_ty == tl.bfloat16
-    solved_NN = _inverse(system_NN, N, LOG_N, PRECISION, is_short) * beta_N[None, :]
+    solved_NN = block_inverse(system_NN, N, LOG_N, PRECISION, is_short) * beta_N[None, :]
     if is_short:
         high_NN, low_NN = halves(solved_NN)
         tl.store(to_NN, high_NN, mask=ok_N[:, None])
@@ -111,7 +111,7 @@ def _store_inverse(
 
 
 @triton.jit
-def _inverse(system_NN, N: tl.constexpr, LOG_N: tl.constexpr, PRECISION: tl.constexpr, SHORT: tl.constexpr):
+def block_inverse(system_NN, N: tl.constexpr, LOG_N: tl.constexpr, PRECISION: tl.constexpr, SHORT: tl.constexpr):
     """Of 1 + a strictly lower triangular matrix.
 
     Blocks of the diagonal are inverted, each time of twice the size: [[A, 0], [C, B]] has [[1/A, 0], [-1/B C 1/A, 1/B]].
@@ -131,7 +131,7 @@ def _inverse(system_NN, N: tl.constexpr, LOG_N: tl.constexpr, PRECISION: tl.cons
         between = tl.where(((i >> (step + 1)) == (j >> (step + 1))) & ((i >> step) != (j >> step)), system_NN, 0.0)
         if SHORT:
             high, low = halves(inverse_NN)
-            inverse_NN -= _of_halves(high, low, *halves(_of_halves(*halves(between), high, low)))
+            inverse_NN -= of_halves(high, low, *halves(of_halves(*halves(between), high, low)))
         else:
             between = tl.dot(between, inverse_NN, input_precision=PRECISION)
             inverse_NN -= tl.dot(inverse_NN, between, input_precision=PRECISION)
@@ -139,7 +139,8 @@ def _inverse(system_NN, N: tl.constexpr, LOG_N: tl.constexpr, PRECISION: tl.cons
 
 
 @triton.jit
-def _of_halves(x_high, x_low, y_high, y_low):
+def of_halves(x_high, x_low, y_high, y_low):
+    """Their product, without that of the lower halves."""
     return tl.dot(x_high, y_high, tl.dot(x_high, y_low, tl.dot(x_low, y_high)))
 
 

@@ -96,7 +96,7 @@ def tree_rule_kernel(
     for step in tl.static_range(K // BLOCK_K if AHEAD else 0):
         blocks = blocks + (tl.load(from_IK + step * BLOCK_K, mask=ok_I1, other=0.0),)  # type: ignore[assignment]
     if AHEAD:
-        solved_IJ = _nodes_matrices(own, P)
+        solved_IJ = nodes_matrices(own, P)
     tiles = add_path(faded(raw, last, K // BLOCK_K), decays, added, keys, last, K // BLOCK_K, GROUP)
     if E > GROUP:
         tiles = add_rest(tiles, from_k, from_u_V, from_decay, path, accepted, G, H, K, V, GROUP, BLOCK_K)
@@ -107,7 +107,7 @@ def tree_rule_kernel(
         block_IK = blocks[step] if AHEAD else tl.load(from_IK + step * BLOCK_K, mask=ok_I1, other=0.0)
         products_IV = multiplied(block_IK, tiles[step], products_IV, PRECISION)
     if not AHEAD:
-        solved_IJ = _nodes_matrices(own, P)
+        solved_IJ = nodes_matrices(own, P)
     out_NV, u_NV = _solved(solved_IJ, products_IV, v_NV.to(tl.float32), f_N, r_N, P, PRECISION)
     to_NV = (n * H * V + h * V)[:, None] + v[None, :]
     tl.store(out + row * N * H * V + to_NV, out_NV.to(out.dtype.element_ty), mask=ok_N1)
@@ -115,7 +115,7 @@ def tree_rule_kernel(
 
 
 @triton.jit
-def _nodes_matrices(own, P: tl.constexpr):
+def nodes_matrices(own, P: tl.constexpr):
     """A above T [2 P, P]; of 8 nodes with zeros in front, because a product adds up 16 terms at least."""
     i, n = tl.arange(0, 2 * P), tl.arange(0, P)
     if P == 8:
