@@ -39,14 +39,17 @@ from specdec.parallel.shard import Shard
 CONTEXT_BYTES = 800 << 20  # of CUDA itself, its libraries and our compiled kernels
 MAX_BATCH = 4096  # the most that max_batch_size takes
 # What is no matrix of a Linear, or is read by head.
-NOT_LOSSLESS = re.compile(r"\.experts\.|(\b(mlp|block_sparse_moe)\.gate|router(\.gate)?|expert_gate|\bkv_b_proj)\.weight$")
+NOT_LOSSLESS = re.compile(
+    r"\.experts\.|(\b(mlp|block_sparse_moe|feed_forward|mixer)\.gate|router(\.gate|\.layer)?|expert_gate|\bkv_b_proj)\.weight$"
+)
 # What is kept in float32 in a model of any dtype; of some families the router, too.
 FLOAT32, ROUTER = (
-    re.compile(r"\.(sinks|e_score_correction_bias|expert_bias|A_log|dt_bias)$"),
+    re.compile(r"\.(sinks|e_score_correction_bias|expert_bias|A_log|dt_bias|D)$"),
     re.compile(r"\.mlp\.(gate|router)\.(weight|bias)$"),
 )
 NORM = re.compile(r"norm\w*\.weight$")
 GATED_NORM = ".linear_attn.norm.weight"  # of a family whose other norms are zero-centred
+HEAD_NORMS = "norm", "layernorm"  # what checkpoints call norms of queries and of keys, after a letter
 # What lies together in one matrix: parts of a projection, and the experts of a layer.
 TOGETHER = (
     (re.compile(r"\.experts\.\d+\."), ".experts."),
@@ -232,7 +235,9 @@ def tensor_bytes(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype
     own = [name for name in others if not _is_spare_bias(name, formats, config)]
     held = share_of_tensor(config)
     quantised = sum(matrix_size(format, checkpoint, name, held).bytes for name, format in formats.items())
-    heads = {"q_norm": config.num_heads, "k_norm": config.num_kv_heads} if config.qk_norm else {}
+    heads: dict[str, int] = {}
+    for name in HEAD_NORMS if config.qk_norm else ():
+        heads |= {f"q_{name}": config.num_heads, f"k_{name}": config.num_kv_heads}
     float32 = config.experts is not None and config.experts.kept_float32
 
     def size(name: str) -> int:

@@ -44,6 +44,11 @@ FOLDERS = {
     "diffllama": ("diffllama",),
     "gpt_oss": ("gpt_oss",),
     "qwen_hybrid": HYBRIDS,
+    "bamba": ("bamba",),
+    "falcon_h1": ("falcon_h1",),
+    "granite_hybrid": ("granitemoehybrid",),
+    "lfm2": ("lfm2", "lfm2_moe"),
+    "nemotron_h": ("nemotron_h",),
 }
 NATIVE = (*(name for types in FOLDERS.values() for name in types), *MIXTURES)
 

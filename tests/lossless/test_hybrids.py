@@ -6,6 +6,8 @@ that a chunk begins anew, and a state of an earlier request that a row goes on w
 
 import pytest
 import toolkit.heads.block_zoo
+import toolkit.recurrent.mamba_targets
+import toolkit.recurrent.more_targets
 import toolkit.recurrent.targets  # noqa: F401 (and its targets)
 from toolkit.driver import Driver
 from toolkit.models import Zoo, ragged_prompts
@@ -24,6 +26,13 @@ CASES = [
     ("qwen3_5_text", None, None, 4, 2, 1024),
     ("qwen3_next", "dflash", (4, 1, 5), 4, 2, 16),
     ("qwen3_5_text", "dspark", (4, 3, 12), 16, 3, 9),
+    ("lfm2", "eagle3", (4, 4, 14), 4, 3, 7),
+    ("lfm2_moe", "ngram", (5, 1, 6), 1, 2, 1),
+    ("granitemoehybrid", "eagle3", (4, 4, 14), 4, 3, 7),
+    ("granite dense", "ngram", (3, 2, 6), 16, 2, 64),
+    ("falcon_h1", "eagle3", (4, 3, 12), 4, 3, 10),
+    ("bamba", "eagle1", (5, 1, 6), 16, 2, 12),
+    ("nemotron_h", "eagle3", (5, 8, 32), 5, 4, 9),
 ]
 
 
@@ -88,7 +97,7 @@ def test_specdec_verify_reads_them_too(zoo: Zoo) -> None:
 
 
 @pytest.mark.slow_cases
-@pytest.mark.parametrize(("target", "head"), [("qwen3_5_text", "eagle3"), ("qwen3_next", "ngram")])
+@pytest.mark.parametrize(("target", "head"), [("qwen3_5_text", "eagle3"), ("qwen3_next", "ngram"), ("falcon_h1", "eagle3")])
 def test_texts_after_kept_states(zoo: Zoo, target: str, head: str) -> None:
     """Keeps out: a hit whose pages are there and whose state is another text's, and cached tokens that were computed after all.
 

@@ -14,7 +14,7 @@ import torch
 
 from specdec.models.causal_lm import CausalLM, MakeLayer
 from specdec.models.checkpoints.checkpoint import Checkpoint, config_path
-from specdec.models.checkpoints.loader import Parts, build, copy_, fill_layer, fill_linear, fill_norm
+from specdec.models.checkpoints.loader import OUR_NAMES, Names, Parts, build, copy_, fill_layer, fill_linear, fill_norm, named
 from specdec.models.checkpoints.mistaken import refuse_head_tensors
 from specdec.models.checkpoints.mtp_names import mtp_prefixes, refuse_uncounted
 from specdec.models.checkpoints.unsaid_quantisation import refuse_unsaid_quantisation
@@ -33,6 +33,7 @@ class Family(NamedTuple):
     expect: holds the config's sizes of layers against the checkpoint's headers.  The number of layers was held before.
     parts: how the kinds of attention and MLP in its layers are filled; their norms are filled by name.
     unsaid: of keys that a config may leave out, what that means, in words.
+    norms: of norms that checkpoints call otherwise than `fill_layer` says, their names; the model's own last one is "norm".
     """
 
     parse: Callable[[dict[str, Any], str], ModelConfig]
@@ -40,6 +41,7 @@ class Family(NamedTuple):
     expect: Callable[[Checkpoint, Any], None]
     parts: Parts
     unsaid: Mapping[str, str] = {}
+    norms: Names = OUR_NAMES
 
 
 def load_family(
@@ -57,7 +59,7 @@ def load_family(
     """
     own, late = share_of(config, shard), config.quantization is not None
     model = build(lambda: CausalLM(own, max_positions, family.layer), device, dtype, late)
-    fill_target(model, checkpoint, family.parts)
+    fill_target(model, checkpoint, family.parts, family.norms)
     checkpoint.finish()
     return model
 
@@ -65,7 +67,7 @@ def load_family(
 def open_target(folder: Path, config: ModelConfig) -> Checkpoint:
     """The folder's tensors, stored as the config says.  ValueError if it ignores quantised weights, or they are a head's."""
     by_expert, wrapper = config.experts is not None, WRAPPERS.get(config.family)
-    checkpoint = Checkpoint(folder, quantization=config.quantization, by_expert=by_expert, wrapper=wrapper)
+    checkpoint = Checkpoint(folder, True, config.quantization, by_expert, wrapper, config.family)
     refuse_head_tensors(checkpoint.names(), folder)
     if config.quantization is None or config.quantization.method == AT_LOAD:
         refuse_unsaid_quantisation(checkpoint)
@@ -84,7 +86,7 @@ def check_tensors(checkpoint: Checkpoint, family: Family, config: ModelConfig) -
     headers.expect_layers("model.layers", config.num_layers)
     headers.expect("model.embed_tokens.weight", (config.vocab_size, config.hidden_size), "vocab_size and hidden_size")
     family.expect(headers, config)
-    fill_target(empty(family, config), headers, family.parts)
+    fill_target(empty(family, config), headers, family.parts, family.norms)
     headers.finish()
 
 
@@ -93,12 +95,12 @@ def empty(family: Family, config: ModelConfig) -> CausalLM:
     return build(lambda: CausalLM(config, 1, family.layer), torch.device("meta"), torch.float32)
 
 
-def fill_target(model: CausalLM, checkpoint: Checkpoint, parts: Parts) -> None:
+def fill_target(model: CausalLM, checkpoint: Checkpoint, parts: Parts, norms: Names = OUR_NAMES) -> None:
     """All of a target, but for MTP layers, which a drafter may load."""
     for index, layer in enumerate(model.layers):
-        fill_layer(layer, checkpoint, f"model.layers.{index}", parts)
+        fill_layer(layer, checkpoint, f"model.layers.{index}", parts, norms)
     copy_(model.embed_tokens.weight, checkpoint, "model.embed_tokens.weight")
-    fill_norm(model.norm, checkpoint, "model.norm")
+    fill_norm(model.norm, checkpoint, named(checkpoint, "model", "norm", norms))
     if not model.config.tie_embeddings:
         fill_linear(model.lm_head, checkpoint, "lm_head")
     elif "lm_head.weight" in checkpoint:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from specdec.models.causal_lm import PreNormLayer
+from specdec.models.causal_lm import TargetLayer
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.config_values import DTYPE_NAMES
 from specdec.models.checkpoints.kv_scales import take_kv_scale
@@ -25,6 +25,8 @@ from specdec.ops.rope import by_halves
 M = TypeVar("M", bound=nn.Module)
 Arrange = Callable[[Tensor], Tensor]
 Parts = Mapping[type[nn.Module], Callable[[Any, Checkpoint, str], None]]  # how each kind of module is filled, below a prefix
+Names = Mapping[str, tuple[str, ...]]  # what checkpoints call something that we call otherwise; of several names one is there
+OUR_NAMES: Names = {}
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}
 
@@ -220,6 +222,12 @@ def fill_parts(linear: Linear, checkpoint: Checkpoint, prefix: str, arrange: Arr
     fill_linear(linear, checkpoint, {part: f"{prefix}.{part}" for part in linear.parts.sizes}, arrange)
 
 
+def named(checkpoint: Checkpoint, prefix: str, name: str, names: Names) -> str:
+    """What the checkpoint calls something below the prefix, whose weight's name shows it."""
+    known = [f"{prefix}.{each}" for each in names.get(name, (name,))]
+    return next((each for each in known if f"{each}.weight" in checkpoint), known[0])
+
+
 def fill_norm(norm: RMSNorm, checkpoint: Checkpoint, prefix: str) -> None:
     if not norm.zero_centred:
         copy_(norm.weight, checkpoint, f"{prefix}.weight")
@@ -243,12 +251,14 @@ def pairs_of(attention: SelfAttention) -> Arrange | None:
 
 
 def fill_attention(
-    attention: SelfAttention, checkpoint: Checkpoint, prefix: str, own_order: Mapping[str, Arrange] = {}
-) -> None:
+    attention: SelfAttention, checkpoint: Checkpoint, prefix: str, own_order: Mapping[str, Arrange] = {},
+    called: Mapping[str, str] = {},
+) -> None:  # fmt: skip
     """Stacks the rows of q, k and v in one weight, repeats q/k norms for each head, and takes fp8 KV scales, if any.
 
     Attention that reads another layer's keys and values has queries only.  Where a part of each head is rotated, or pairs lie
     side by side, rows of queries and keys are brought into our order.  own_order: of parts whose rows a family orders itself.
+    called: the checkpoint's names of o_proj, q_norm and k_norm, where they are others.
     """
     D, turned = attention.head_dim, pairs_of(attention)
     if not attention.shares_kv:
@@ -258,19 +268,21 @@ def fill_attention(
     names = {part: f"{prefix}.{part}" for part in attention.qkv_proj.parts.sizes}
     arrange = {} if turned is None else {part: turned for part in names if part != "v_proj"}
     fill_linear(attention.qkv_proj, checkpoint, names, arrange | dict(own_order))
-    fill_linear(attention.o_proj, checkpoint, f"{prefix}.o_proj")
+    fill_linear(attention.o_proj, checkpoint, f"{prefix}.{called.get('o_proj', 'o_proj')}")
     if attention.qk_norm is not None:
-        _fill_head_norms(attention, attention.qk_norm, checkpoint, prefix)
+        _fill_head_norms(attention, attention.qk_norm, checkpoint, prefix, called)
 
 
-def _fill_head_norms(attention: SelfAttention, norm: HeadsRMSNorm, checkpoint: Checkpoint, prefix: str) -> None:
+def _fill_head_norms(
+    attention: SelfAttention, norm: HeadsRMSNorm, checkpoint: Checkpoint, prefix: str, called: Mapping[str, str]
+) -> None:
     """A row for each head: files have one for all queries, and one for all keys."""
     norm.weight = widened(norm.weight) if norm.zero_centred else norm.weight
     Q, turned = attention.num_heads, pairs_of(attention)
-    for letter, heads in (("q", norm.weight[:Q]), ("k", norm.weight[Q:])):
+    for own, heads in (("q_norm", norm.weight[:Q]), ("k_norm", norm.weight[Q:])):
         if not len(heads):
             continue
-        name = f"{prefix}.{letter}_norm.weight"
+        name = f"{prefix}.{called.get(own, own)}.weight"
         norm_D = checkpoint.take(name, (attention.head_dim,))
         with torch.no_grad():
             heads.copy_((norm_D if turned is None else turned(norm_D)).expand_as(heads))
@@ -279,20 +291,26 @@ def _fill_head_norms(attention: SelfAttention, norm: HeadsRMSNorm, checkpoint: C
         norm.weight.add_(1)
 
 
-def fill_mlp(mlp: MLP, checkpoint: Checkpoint, prefix: str) -> None:
-    fill_parts(mlp.gate_up_proj, checkpoint, prefix)
-    fill_linear(mlp.down_proj, checkpoint, f"{prefix}.down_proj")
+def fill_mlp(mlp: MLP, checkpoint: Checkpoint, prefix: str, called: Mapping[str, str] = {}) -> None:
+    """called: the checkpoint's names of gate_proj, up_proj and down_proj, where they are others."""
+    fill_linear(mlp.gate_up_proj, checkpoint, {own: f"{prefix}.{called.get(own, own)}" for own in mlp.gate_up_proj.parts.sizes})
+    fill_linear(mlp.down_proj, checkpoint, f"{prefix}.{called.get('down_proj', 'down_proj')}")
 
 
 LLAMA_PARTS: Parts = {SelfAttention: fill_attention, MLP: fill_mlp}  # the kinds of the Llama family, and of EAGLE heads
 
 
-def fill_layer(layer: nn.Module, checkpoint: Checkpoint, prefix: str, parts: Parts = LLAMA_PARTS) -> None:
-    """A decoder layer: its norms, and what `parts` fills, by the names of the layer's modules."""
-    assert isinstance(layer, PreNormLayer)
+def fill_layer(
+    layer: nn.Module, checkpoint: Checkpoint, prefix: str, parts: Parts = LLAMA_PARTS, norms: Names = OUR_NAMES
+) -> None:  # fmt: skip
+    """A decoder layer: its norms, and what `parts` fills, by the names of the layer's modules.
+
+    norms: what checkpoints call norms, where these names are others.
+    """
+    assert isinstance(layer, TargetLayer)
     for name, part in layer.named_children():
         if isinstance(part, RMSNorm):
-            fill_norm(part, checkpoint, f"{prefix}.{name}")
+            fill_norm(part, checkpoint, named(checkpoint, prefix, name, norms))
         else:
             fill = next(fill for kind, fill in parts.items() if isinstance(part, kind))
             fill(part, checkpoint, f"{prefix}.{name}")

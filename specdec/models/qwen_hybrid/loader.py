@@ -19,7 +19,6 @@ from specdec.models.checkpoints.frame import Family
 from specdec.models.checkpoints.loader import (
     Parts,
     copy_,
-    copy_run,
     fill_attention,
     fill_float32,
     fill_linear,
@@ -28,14 +27,13 @@ from specdec.models.checkpoints.loader import (
 )
 from specdec.models.config import ModelConfig
 from specdec.models.layers import MLP
-from specdec.models.linear import Stored
 from specdec.models.mixtures.families.qwen_moe import NAMES
 from specdec.models.mixtures.fill import expect_mixture, fill_mixture
 from specdec.models.mixtures.layer import MixtureOfExperts
 from specdec.models.qwen_hybrid.config import LINEAR, NEXT, parse_qwen_hybrid
 from specdec.models.qwen_hybrid.modules import GatedAttention, GatedDeltaNet, hybrid_layer
+from specdec.models.recurrent.fill import by_ranks, expect_kinds, expect_rates, fill_taps
 
-MAX_RATE = 50  # of A_log: a rate of exp(50) a token forgets everything, and exp(89) is infinite in float32
 UNSAID = {
     "layer_types": f"three of {LINEAR} to one of full_attention, or by full_attention_interval",
     "tie_word_embeddings": "false: the output layer is a matrix of its own",
@@ -48,11 +46,6 @@ def by_groups(rows: Tensor, groups: int, sizes: Sequence[int], ranks: int) -> Te
     """Rows that alternate by group, each with so many of every kind: of each rank, all of a kind together."""
     kinds = rows.unflatten(0, (ranks, groups // ranks, sum(sizes))).split(list(sizes), dim=2)
     return torch.cat([kind.flatten(1, 2) for kind in kinds], dim=1).flatten(0, 1)
-
-
-def by_ranks(rows: Tensor, sizes: Sequence[int], ranks: int) -> Tensor:
-    """Rows of which those of a kind lie together: of each rank, its share of every kind."""
-    return torch.cat([kind.unflatten(0, (ranks, -1)) for kind in rows.split(list(sizes))], dim=1).flatten(0, 1)
 
 
 def _fill_attention(attention: GatedAttention, checkpoint: Checkpoint, prefix: str) -> None:
@@ -87,26 +80,14 @@ def _fill_delta_net(net: GatedDeltaNet, checkpoint: Checkpoint, prefix: str) -> 
     for matrix in filter(None, (net.in_proj, net.gates_proj)):
         fill_linear(matrix, checkpoint, {part: f"{prefix}.{part}" for part in matrix.parts.sizes}, arrange)
     fill_linear(net.out_proj, checkpoint, f"{prefix}.out_proj")
-    Z, C = net.conv_ZC.shape
-    conv = Stored(net.conv_ZC.detach().t()[:, None], (C * ranks, 1, Z), start=C * net.shard.rank)
-    copy_run(conv, checkpoint, f"{prefix}.conv1d.weight", queries_first)
+    fill_taps(net.conv_ZC, checkpoint, f"{prefix}.conv1d.weight", net.shard, queries_first)
     copy_(net.norm_E, checkpoint, f"{prefix}.norm.weight")
     own = net.shard.piece(whole.value_heads)
-    _expect_decays(checkpoint, f"{prefix}.A_log", whole.value_heads)
+    expect_rates(checkpoint, f"{prefix}.A_log", (whole.value_heads,))
     net.A_log_V, net.dt_bias_V = (
         fill_float32(empty, checkpoint, f"{prefix}.{name}", own, whole.value_heads)
         for empty, name in ((net.A_log_V, "A_log"), (net.dt_bias_V, "dt_bias"))
     )
-
-
-def _expect_decays(checkpoint: Checkpoint, name: str, heads: int) -> None:
-    """ValueError for a rate of decay whose exponential float32 can't hold, or almost; NaN and infinity are named later."""
-    rates_V = checkpoint.take(name, (heads,))
-    if checkpoint.has_data and (most := float(rates_V.float().nan_to_num(0, 0, 0).max())) > MAX_RATE:
-        raise checkpoint.refuse(
-            name, f"must hold logarithms of rates of decay, at most {MAX_RATE}, got {most:g}; a text's state would be "
-            "forgotten at each token: was training or conversion broken?"
-        )  # fmt: skip
 
 
 def _fill_mixture(moe: MixtureOfExperts, checkpoint: Checkpoint, prefix: str) -> None:
@@ -118,7 +99,8 @@ def _expect(checkpoint: Checkpoint, config: ModelConfig) -> None:
     H, D, sizes = config.hidden_size, config.head_dim, config.recurrent
     assert sizes is not None and sizes.rule is not None
     recurrent = config.recurrent_layers
-    _expect_kinds(checkpoint, config)
+    marks, words = ("self_attn.q_norm.weight", "linear_attn.A_log"), ("full_attention", LINEAR)
+    expect_kinds(checkpoint, config, marks, words, "layer_types (or by full_attention_interval where that is absent)")
     attention = f"model.layers.{min(set(range(config.num_layers)) - set(recurrent))}.self_attn"
     checkpoint.expect_matrix(f"{attention}.q_proj", (2 * config.num_heads * D, H), "num_attention_heads, head_dim, hidden_size")
     checkpoint.expect_matrix(f"{attention}.k_proj", (config.num_kv_heads * D, H), "num_key_value_heads, head_dim, hidden_size")
@@ -140,19 +122,6 @@ def _expect_bias(checkpoint: Checkpoint, name: str, rows: int) -> None:
             "works: attention_bias false, if none of the attention layers has a bias"
         )
     checkpoint.expect(name, (rows,), "attention_bias, num_attention_heads and head_dim")
-
-
-def _expect_kinds(checkpoint: Checkpoint, config: ModelConfig) -> None:
-    """ValueError if a layer is of one kind by config.json and of the other by its tensors."""
-    for layer in range(config.num_layers):
-        by_config = layer in config.recurrent_layers
-        held = [f"model.layers.{layer}.{name}" in checkpoint for name in ("self_attn.q_norm.weight", "linear_attn.A_log")]
-        if held[not by_config] and not held[by_config]:
-            kinds = "full_attention", LINEAR
-            raise ValueError(
-                f"{config_path(checkpoint.folder)}: layer {layer} is of {kinds[by_config]} by layer_types (or by "
-                f"full_attention_interval where that is absent), but of {kinds[not by_config]} by its tensors"
-            )
 
 
 PARTS: Parts = {

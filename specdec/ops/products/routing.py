@@ -20,6 +20,7 @@ from specdec.ops.products.numerics import Numerics
 from specdec.ops.products.own_pairs import Kept
 from specdec.ops.products.tiles.experts import ManyRouterTiles, RouterTiles
 
+LEAST_ADDED = 1e-20  # to a sum of sigmoids
 Scores = Literal["softmax", "sigmoid", "softmax of chosen"]
 Routed = tuple[Tensor, Tensor, Tensor | None]
 
@@ -35,7 +36,8 @@ class RouterRule:
     biased: whether the logits have a bias.
     groups, top_groups: experts stand in `groups` equal groups, and the router chooses from the `top_groups` best groups only.
         Both are None where the router may choose any experts.  group_best: how many of a group's best experts rank it.
-    normed: whether the weights are divided by their sum.  least_sum: what that sum is at least taken for.
+    normed: whether the weights are divided by their sum.  least_sum: what that sum is at least taken for.  added_sum: what is
+        added to it, where it is not; see `added`.
     scaling: factor on the weights after that.
     """
 
@@ -48,7 +50,13 @@ class RouterRule:
     group_best: int = 1
     normed: bool = False
     least_sum: float = 0.0
+    added_sum: float = 0.0
     scaling: float = 1.0
+
+    @property
+    def added(self) -> float:
+        """To the sum: always something to one of sigmoids, each of which may be 0; the best of a softmax are above 1 / E."""
+        return self.added_sum or (LEAST_ADDED if self.scores == "sigmoid" else 0.0)
 
 
 class RouterWeights(NamedTuple):
@@ -110,8 +118,8 @@ def choose(
         sum_T1 = _added_up(topk_weights_TK, in_order)[:, None]
         if rule.least_sum:
             sum_T1 = sum_T1.clamp(min=rule.least_sum)
-        elif rule.scores == "sigmoid":  # each of which may be 0; the best of a softmax are no less than 1 / E
-            sum_T1 = sum_T1 + 1e-20
+        else:
+            sum_T1 = sum_T1 + rule.added
         topk_weights_TK = topk_weights_TK / sum_T1
     return topk_weights_TK if rule.scaling == 1.0 else topk_weights_TK * rule.scaling, topk_ids_TK
 

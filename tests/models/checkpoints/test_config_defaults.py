@@ -19,13 +19,18 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specdec.attention.eager.dense import DenseAttention
+from specdec.models.bamba.config import parse_bamba
 from specdec.models.config import ModelConfig
 from specdec.models.deepseek.config import parse_deepseek
 from specdec.models.diffllama.config import parse_diffllama
+from specdec.models.falcon_h1.config import parse_falcon_h1
 from specdec.models.gpt_oss.config import parse_gpt_oss
+from specdec.models.granite_hybrid.config import parse_granite_hybrid
 from specdec.models.layers import Rotary
+from specdec.models.lfm2.config import parse_lfm2
 from specdec.models.llama.config import parse_llama
 from specdec.models.mixtures.loader import FAMILIES as MIXTURES
+from specdec.models.nemotron_h.config import parse_nemotron_h
 from specdec.models.registry import choose_target, load_chosen
 from specdec.models.yarn import parse_rope_with_yarn
 
@@ -50,12 +55,22 @@ PARSERS: dict[str, Parse] = {
     "HYV3Config": MIXTURES["hy_v3"].parse,
     "OlmoeConfig": MIXTURES["olmoe"].parse,
     "MiniMaxM2Config": MIXTURES["minimax_m2"].parse,
+    "Lfm2Config": parse_lfm2,
+    "Lfm2MoeConfig": parse_lfm2,
+    "GraniteMoeHybridConfig": parse_granite_hybrid,
+    "NemotronHConfig": parse_nemotron_h,
+    "FalconH1Config": parse_falcon_h1,
+    "BambaConfig": parse_bamba,
 }
 # Fields that say less where the config does: nothing ends a text, texts are shorter, no layers of MTP are there.
 CAUTIOUS = ("eos_ids", "max_position", "mtp_layers")
 # What configs of a class need beside its own sizes: half of a head of 42 values can't be turned, and no number of experts is 0.
 WANTING: dict[str, dict[str, Any]] = {
     "Glm4MoeConfig": {"head_dim": 128},
+    "Lfm2Config": {"layer_types": None, "full_attn_idxs": [2]},  # the class has attention in all layers
+    "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"] * 16},
+    "GraniteMoeHybridConfig": {"layer_types": ["mamba", "attention"] * 16},
+    "BambaConfig": {"attn_layer_indices": [2]},
     "Dots1Config": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
 }
 # No config is written without them: the class's own number is that of one model.

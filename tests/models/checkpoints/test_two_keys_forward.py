@@ -28,10 +28,14 @@ HY3, ERNIE, DOTS, MINIMAX = ("hy_v3",), ("ernie4_5_moe",), ("dots1",), ("minimax
 OLMOE = ("olmoe",)
 MIXTURES = (*OLMOE, *QWEN_MOES, "mixtral", *HY3, *ERNIE, *DOTS, *MINIMAX, *GLM4)  # under ordinary heads
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # in wrappers they are read as outside
-ORDINARY = (*LLAMAS, *GPT, *MIXTURES, *HYBRIDS)  # heads
-ALL = (*LLAMAS, *DEEPSEEKS, *GPT, *MIXTURES, *HYBRIDS)
-TIED = ("qwen2", "mimo")  # the zoo's models whose output layer is the embeddings
+LFM2 = ("lfm2", "lfm2_moe")
+GRANITE, NEMOTRON, FALCON, BAMBA = ("granitemoehybrid",), ("nemotron_h",), ("falcon_h1",), ("bamba",)
+BY_STATES = (*HYBRIDS, *LFM2, *GRANITE, *NEMOTRON, *FALCON, *BAMBA)
+ORDINARY = (*LLAMAS, *GPT, *MIXTURES, *BY_STATES)  # heads
+ALL = (*ORDINARY, *DEEPSEEKS)
+TIED = ("qwen2", "mimo", *LFM2)  # the zoo's models whose output layer is the embeddings
 UNTIED = tuple(family for family in ALL if family not in TIED)
+NEVER_TIED, MAY_BE_TIED = NEMOTRON, tuple(family for family in UNTIED if family not in NEMOTRON)
 DEFAULT, LINEAR = {"rope_type": "default", "rope_theta": 5000.0}, {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0}
 WHOLE = DEFAULT | {"partial_rotary_factor": 1.0}
 LLAMA3 = LINEAR | {
@@ -41,7 +45,7 @@ LLAMA3 = LINEAR | {
     "original_max_position_embeddings": 8,
 }
 YARN = LINEAR | {"rope_type": "yarn", "original_max_position_embeddings": 8}
-FULL, WINDOWED = "full_attention", "sliding_attention"
+FULL, WINDOWED, LINEAR_WORD = "full_attention", "sliding_attention", "linear_attention"
 ON = {"sliding_window": 8, "use_sliding_window": True}
 MIXED = [WINDOWED, FULL]  # unlike max_window_layers, which windows the last layers
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
@@ -70,7 +74,7 @@ GROUPS = {
             (ALL, {"rope_parameters": DEFAULT, "rope_scaling": LINEAR}, "rope_parameters and rope_scaling must say the same"),
             (ALL, {"rope_parameters": LINEAR | {"rope_theta": None}, "rope_theta": 900.0}, "rope_theta"),
             ((*DEEPSEEKS, *GPT, *MIXTURES[:7]), {"rope_parameters": YARN | {"rope_theta": None}}, "rope_theta"),
-            ((*LLAMAS, *GPT, *LITE, *MIXTURES, *HYBRIDS), {"rope_parameters": WHOLE, "partial_rotary_factor": 0.5}, SAME),
+            ((*LLAMAS, *GPT, *LITE, *MIXTURES, *BY_STATES), {"rope_parameters": WHOLE, "partial_rotary_factor": 0.5}, SAME),
             (GLM4, {"rope_parameters": DEFAULT, "partial_rotary_factor": 0.25}, SAME),
             (MINIMAX, {"rope_parameters": DEFAULT, "rotary_dim": 4}, SAME),
             (MINIMAX, {"rope_parameters": DEFAULT, "rotary_dim": 4, "partial_rotary_factor": 0.5}, SAME),
@@ -85,7 +89,7 @@ GROUPS = {
     "rope's factors": KeyGroup(
         "rope_parameters max_position_embeddings",
         [
-            ((*LLAMAS, *GLM4, *MINIMAX, *HYBRIDS), {"rope_parameters": LLAMA3, "max_position_embeddings": 512}, SAME),
+            ((*LLAMAS, *GLM4, *MINIMAX, *BY_STATES), {"rope_parameters": LLAMA3, "max_position_embeddings": 512}, SAME),
             ((*DEEPSEEKS, *GPT, *MIXTURES[:7], *HYBRIDS), {"rope_parameters": YARN, "max_position_embeddings": 512}, SAME),
             (
                 (*DEEPSEEKS, *GPT),
@@ -141,6 +145,7 @@ GROUPS = {
             (("mixtral",), {"sliding_window": 8, "use_sliding_window": False}, "unknown config keys use_sliding_window"),
             (GPT, {"sliding_window": 6, "layer_types": [FULL, WINDOWED]}, SAME),
             (GPT, {"sliding_window": 6, "layer_types": ABSENT, "use_sliding_window": False, "max_window_layers": 9}, SAME),
+            (NEMOTRON, {"sliding_window": 8, "layer_types": [LINEAR_WORD, FULL, "moe"]}, "sliding_window must be None"),
             (GPT, {"sliding_window": None, "layer_types": [WINDOWED] * 2}, "no sliding_window is switched on"),
         ],
     ),
@@ -149,7 +154,7 @@ GROUPS = {
         [
             (ORDINARY, {"head_dim": 20}, "q_proj.weight' must have shape .* num_attention_heads, head_dim"),
             (("llama", "diffllama"), {"head_dim": None}, SAME),  # hidden_size / num_attention_heads
-            (OLMOE, {"head_dim": ABSENT}, SAME),
+            ((*OLMOE, *LFM2, *GRANITE, *FALCON), {"head_dim": ABSENT}, SAME),
             ((*MIXTURES[1:], *HYBRIDS), {"head_dim": ABSENT}, "q_proj.weight' must have shape"),
             (("qwen2", "mimo"), {"head_dim": ABSENT}, SAME),
             (("deepseek_v3", *LITE), {"head_dim": 16}, "head_dim must be qk_rope_head_dim, 8, or absent, got 16.* no head_dim"),
@@ -169,13 +174,16 @@ GROUPS = {
         least=1,
     ),
     "output layer": KeyGroup(
-        "tie_word_embeddings",
+        "tie_word_embeddings tie_embedding",
         [
-            (UNTIED, {"tie_word_embeddings": True}, "ties lm_head to the embeddings, but the checkpoint"),
+            (NEVER_TIED, {"tie_word_embeddings": True}, "tie_word_embeddings must be False"),
+            (MAY_BE_TIED, {"tie_word_embeddings": True}, "ties lm_head to the embeddings, but the checkpoint"),
             (tuple(name for name in UNTIED if name not in ERNIE), {"tie_word_embeddings": ABSENT}, SAME),
             (ERNIE, {"tie_word_embeddings": ABSENT}, "ties lm_head to the embeddings, but the checkpoint"),
             (TIED, {"tie_word_embeddings": False}, "'lm_head.weight' is missing"),
-            (TIED, {"tie_word_embeddings": ABSENT}, "'lm_head.weight' is missing"),
+            (TIED[:2], {"tie_word_embeddings": ABSENT}, "'lm_head.weight' is missing"),
+            (LFM2, {"tie_word_embeddings": ABSENT}, SAME),
+            (LFM2, {"tie_embedding": False}, "tie_embedding is another name of tie_word_embeddings, .* got False and True"),
         ],
         least=1,
     ),
@@ -188,7 +196,11 @@ GROUPS = {
             (("qwen2", "mimo"), {"attention_bias": True}, SAME),
             (("glm_moe_dsa", *GPT, *OLMOE), {"attention_bias": False}, "not part of this architecture: .*bias"),
             (("qwen3_moe", *GLM4, *HY3, *DOTS, *HYBRIDS), {"attention_bias": True}, ".bias' is missing"),
-            (HY3, {"mlp_bias": True}, ".bias' is missing"),
+            ((*HY3, *FALCON, *BAMBA), {"mlp_bias": True}, ".bias' is missing"),
+            ((*GRANITE, *FALCON, *BAMBA), {"attention_bias": True}, ".bias' is missing"),
+            (NEMOTRON, {"attention_bias": True}, "attention_bias must be False"),
+            (NEMOTRON, {"mlp_bias": True}, "mlp_bias must be False"),
+            (NEMOTRON, {"use_bias": True}, ".bias' is missing"),
             (ERNIE, {"use_bias": True}, "use_bias must be false"),
             (ERNIE, {"attention_bias": True}, "unknown config keys attention_bias"),
             (("qwen2_moe",), {"qkv_bias": True}, ".bias' is missing"),
@@ -215,6 +227,8 @@ GROUPS = {
             ((*GLM4, *DOTS), {"num_local_experts": 16}, "another name of n_routed_experts, .* got 16 and 8"),
             ((*GPT, "mixtral"), {"num_experts": 4, "num_local_experts": ABSENT}, SAME),
             (MINIMAX, {"num_experts": 8, "num_local_experts": ABSENT}, SAME),
+            (GRANITE, {"num_experts": 4}, "num_experts is another name of num_local_experts, .* got 4 and 6"),
+            (NEMOTRON, {"num_local_experts": 4}, "num_local_experts is another name of n_routed_experts, .* got 4 and 6"),
         ],
     ),
     "experts of a token": KeyGroup(
@@ -248,11 +262,47 @@ GROUPS = {
         ],
     ),
     "recurrent layers": KeyGroup(
-        "layer_types full_attention_interval",
+        "layer_types full_attention_interval full_attn_idxs layers_block_type hybrid_override_pattern attn_layer_indices",
         [
             (HYBRIDS, {"full_attention_interval": 1}, SAME),
             (HYBRIDS, {"layer_types": ABSENT, "full_attention_interval": 2}, SAME),
             (HYBRIDS, {"layer_types": ABSENT, "full_attention_interval": 3}, "layers must be of both kinds"),
+            (("lfm2",), {"full_attn_idxs": [0]}, SAME),  # layer_types count
+            (("lfm2",), {"layer_types": ABSENT, "full_attn_idxs": [1]}, SAME),
+            (("lfm2",), {"layer_types": ABSENT}, "lacks layer_types and full_attn_idxs"),
+            (("lfm2_moe",), {"full_attn_idxs": [1]}, "unknown config keys full_attn_idxs"),
+            (GRANITE, {"layers_block_type": ["mamba", "attention"]}, "layers_block_type is another name of layer_types"),
+            (GRANITE, {"layer_types": ABSENT, "layers_block_type": ["mamba", "attention"]}, SAME),
+            (NEMOTRON, {"hybrid_override_pattern": "M*E"}, SAME),
+            (NEMOTRON, {"hybrid_override_pattern": "*ME"}, "must say the same where both are there"),
+            (NEMOTRON, {"layers_block_type": ABSENT, "hybrid_override_pattern": "M*E"}, SAME),
+            (NEMOTRON, {"layers_block_type": ABSENT, "layer_types": [LINEAR_WORD, FULL, "moe"]}, SAME),
+            (FALCON, {"attn_layer_indices": [0]}, "attn_layer_indices must be None"),
+            (BAMBA, {"layer_types": [LINEAR_WORD, FULL]}, "unknown config keys layer_types"),
+        ],
+    ),
+    "groups of Mamba-2": KeyGroup(
+        "n_groups mamba_n_groups",
+        [
+            (NEMOTRON, {"mamba_n_groups": 4}, "mamba_n_groups is another name of n_groups, .* got 4 and 2"),
+            (NEMOTRON, {"mamba_n_groups": 2, "n_groups": ABSENT}, SAME),
+        ],
+    ),
+    "epsilon": KeyGroup(
+        "rms_norm_eps norm_eps layer_norm_epsilon",
+        [
+            (NEMOTRON, {"norm_eps": 0.5}, "layer_norm_epsilon 1e-05 is the epsilon of all norms"),
+            (NEMOTRON, {"rms_norm_eps": 0.5}, "layer_norm_epsilon 1e-05 is the epsilon of all norms"),
+            (NEMOTRON, {"norm_eps": 0.5, "layer_norm_epsilon": 0.5}, SAME),
+        ],
+    ),
+    "width of MLPs": KeyGroup(
+        "intermediate_size block_ff_dim block_auto_adjust_ff_dim block_multiple_of block_ffn_dim_multiplier",
+        [
+            (("lfm2",), {"block_ff_dim": 48, "intermediate_size": 32}, SAME),  # as in a published file
+            (("lfm2",), {"block_auto_adjust_ff_dim": False, "intermediate_size": 32}, SAME),
+            (("lfm2",), {"block_multiple_of": 16, "block_ffn_dim_multiplier": 0.6}, SAME),
+            (("lfm2",), {"block_ff_dim": 96}, "w1.weight' must have shape .64, 32.*, got .32, 32.*intermediate_size"),
         ],
     ),
     "shared indexers": KeyGroup(

@@ -18,6 +18,7 @@ from specdec.ops.products.routing import RouterRule, choose
 E, K, G, TOP, T, H = 12, 3, 4, 2, 40, 16
 GROUPED = [{}, *({"groups": G, "top_groups": TOP, "group_best": best} for best in (1, 2))]
 NORMED: list[dict[str, Any]] = [{}, {"normed": True}, {"normed": True, "least_sum": 0.9, "scaling": 1.7}, {"scaling": 2.5}]
+NORMED += [{"normed": True, "added_sum": 0.3}]
 RULES = [
     RouterRule(K, scores, corrected, **groups, **normed)  # type: ignore[arg-type]
     for scores, corrected, groups, normed in product(("softmax", "sigmoid"), (False, True), GROUPED, NORMED)
@@ -38,7 +39,7 @@ def defined(logits: list[float], rule: RouterRule, correction: list[float]) -> d
         members.sort(key=lambda group: -sum(sorted((ranks[e] for e in group), reverse=True)[: rule.group_best]))
         allowed = [e for group in members[: rule.top_groups] for e in group]
     chosen = sorted(allowed, key=lambda e: -ranks[e])[: rule.top_k]
-    divisor = max(sum(scores[e] for e in chosen), rule.least_sum) if rule.normed else 1.0
+    divisor = max(sum(scores[e] for e in chosen) + rule.added_sum, rule.least_sum) if rule.normed else 1.0
     return {e: scores[e] / divisor * rule.scaling for e in chosen}
 
 

@@ -23,6 +23,7 @@ MANY = ManyRouterTiles(16, 32, 4, 3)
 RULES = {
     "softmax": RouterRule(3, "softmax", normed=True),
     "softmax, best groups": RouterRule(3, "softmax", groups=4, top_groups=2),
+    "sigmoid, added sum": RouterRule(3, "sigmoid", True, normed=True, added_sum=0.2),
     "softmax, corrected": RouterRule(3, "softmax", True, normed=True, least_sum=0.9, scaling=1.7),
     "sigmoid": RouterRule(3, "sigmoid", scaling=2.5),
     "sigmoid, groups' best two": RouterRule(3, "sigmoid", True, groups=4, top_groups=2, group_best=2, normed=True),

@@ -86,9 +86,9 @@ def choose_and_store(
     partials, bias_GJ, correction_GJ, active, last, topk_weights, topk_ids, shared, first, end, T, places,
     L: tl.constexpr, E: tl.constexpr, G: tl.constexpr, J: tl.constexpr, A: tl.constexpr, SCORES: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_CORRECTION: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr,
-    NORMED: tl.constexpr, LEAST_SUM: tl.constexpr, SCALING: tl.constexpr, PADDED_G: tl.constexpr, PADDED_J: tl.constexpr,
-    FIRST: tl.constexpr, COUNT: tl.constexpr, COLUMNS: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_LAST: tl.constexpr,
-    SPLITS: tl.constexpr, TOKENS: tl.constexpr,
+    NORMED: tl.constexpr, LEAST_SUM: tl.constexpr, ADDED_SUM: tl.constexpr, SCALING: tl.constexpr, PADDED_G: tl.constexpr,
+    PADDED_J: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr, COLUMNS: tl.constexpr, HAS_ROWS: tl.constexpr,
+    HAS_LAST: tl.constexpr, SPLITS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Of the tokens from `first` on, below `end`, whose partial logits lie where `place_of` says."""
     m, j = first + tl.arange(0, TOKENS), tl.arange(0, PADDED_J)
@@ -107,7 +107,7 @@ def choose_and_store(
     key_GMJ = tl.where(ok_GJ[:, None, :], ordered_32(rank_GMJ), LOWEST_32)
     if TOP_GROUPS < G:
         key_GMJ = _of_best_groups(key_GMJ, e_GJ, ok_GJ, G, TOP_GROUPS, GROUP_BEST)
-    id_MJ, weight_MJ = _best(key_GMJ, score_GMJ, e_GJ, j, places, SCORES, HAS_CORRECTION, NORMED, LEAST_SUM)
+    id_MJ, weight_MJ = _best(key_GMJ, score_GMJ, e_GJ, j, places, SCORES, HAS_CORRECTION, NORMED, LEAST_SUM, ADDED_SUM)
     weight_MJ *= SCALING
     id_MJ -= FIRST
     ok_MJ = (m < end)[:, None] & (j < A)[None, :]
@@ -159,7 +159,7 @@ def _of_best_groups(
 @triton.jit
 def _best(
     key_GMJ, score_GMJ, e_GJ, j, places, SCORES: tl.constexpr, HAS_CORRECTION: tl.constexpr, NORMED: tl.constexpr,
-    LEAST_SUM: tl.constexpr,
+    LEAST_SUM: tl.constexpr, ADDED_SUM: tl.constexpr,
 ):  # fmt: skip
     """(ids int32, weights) of the experts with the largest keys, [M, J] each, the best first; 0 from `places` on.
 
@@ -192,8 +192,8 @@ def _best(
     if NORMED or SCORES == "softmax of chosen":
         if LEAST_SUM > 0:
             sum_M = tl.maximum(sum_M, LEAST_SUM)
-        elif SCORES == "sigmoid":  # each of which may be 0
-            sum_M += 1e-20
+        else:
+            sum_M += ADDED_SUM
         weight_MJ /= sum_M[:, None]
     return id_MJ, weight_MJ
 
@@ -220,7 +220,7 @@ def choice_of(T: int, router: RouterWeights, rule: RouterRule, experts: int, spl
     if best == groups:  # of any experts: as many groups as make a warp's lanes hold one
         best = groups = triton.cdiv(experts, LANES)
         width = LANES
-        if scores == "softmax" and rule.normed and not rule.corrected and not rule.least_sum:
+        if scores == "softmax" and rule.normed and not rule.corrected and not (rule.least_sum or rule.added_sum):
             scores = "softmax of chosen"  # the same numbers, without a sum over all experts
     else:
         width = experts // groups
@@ -241,7 +241,7 @@ def choice_of(T: int, router: RouterWeights, rule: RouterRule, experts: int, spl
     constants = dict(
         L=L, E=experts, G=groups, J=width, A=rule.top_k, SCORES=scores, HAS_BIAS=rule.biased,
         HAS_CORRECTION=rule.corrected, TOP_GROUPS=best, GROUP_BEST=rule.group_best, NORMED=rule.normed,
-        LEAST_SUM=rule.least_sum, SCALING=rule.scaling, PADDED_G=power(groups),
+        LEAST_SUM=rule.least_sum, ADDED_SUM=rule.added, SCALING=rule.scaling, PADDED_G=power(groups),
         PADDED_J=max(power(width), power(rule.top_k)), FIRST=held.start, COUNT=len(held), COLUMNS=columns,
         HAS_ROWS=live is not None, HAS_LAST=last_B is not None,
     )  # fmt: skip

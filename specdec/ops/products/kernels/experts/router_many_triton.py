@@ -42,10 +42,10 @@ def router_many_kernel(
     places,  # A
     H: tl.constexpr, L: tl.constexpr, E: tl.constexpr, G: tl.constexpr, J: tl.constexpr, A: tl.constexpr,
     SCORES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_CORRECTION: tl.constexpr, TOP_GROUPS: tl.constexpr,
-    GROUP_BEST: tl.constexpr, NORMED: tl.constexpr, LEAST_SUM: tl.constexpr, SCALING: tl.constexpr, PADDED_G: tl.constexpr,
-    PADDED_J: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr, COLUMNS: tl.constexpr, HAS_ROWS: tl.constexpr,
-    HAS_LAST: tl.constexpr, PADDED_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+    GROUP_BEST: tl.constexpr, NORMED: tl.constexpr, LEAST_SUM: tl.constexpr, ADDED_SUM: tl.constexpr, SCALING: tl.constexpr,
+    PADDED_G: tl.constexpr, PADDED_J: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr, COLUMNS: tl.constexpr,
+    HAS_ROWS: tl.constexpr, HAS_LAST: tl.constexpr, PADDED_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -83,8 +83,8 @@ def router_many_kernel(
     correction_GJ = of_experts(correction, HAS_CORRECTION, E, J, PADDED_G, PADDED_J)
     choose_and_store(
         logits, bias_GJ, correction_GJ, active, last, topk_weights, topk_ids, shared, first, tl.minimum(first + BLOCK_M, T), T,
-        places, L, E, G, J, A, SCORES, HAS_BIAS, HAS_CORRECTION, TOP_GROUPS, GROUP_BEST, NORMED, LEAST_SUM, SCALING, PADDED_G,
-        PADDED_J, FIRST, COUNT, COLUMNS, HAS_ROWS, HAS_LAST, 1, BLOCK_M,
+        places, L, E, G, J, A, SCORES, HAS_BIAS, HAS_CORRECTION, TOP_GROUPS, GROUP_BEST, NORMED, LEAST_SUM, ADDED_SUM, SCALING,
+        PADDED_G, PADDED_J, FIRST, COUNT, COLUMNS, HAS_ROWS, HAS_LAST, 1, BLOCK_M,
     )  # fmt: skip
 
 

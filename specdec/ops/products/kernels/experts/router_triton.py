@@ -48,10 +48,10 @@ def router_kernel(
     places,  # A
     H: tl.constexpr, L: tl.constexpr, E: tl.constexpr, G: tl.constexpr, J: tl.constexpr, A: tl.constexpr,
     SCORES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_CORRECTION: tl.constexpr, TOP_GROUPS: tl.constexpr,
-    GROUP_BEST: tl.constexpr, NORMED: tl.constexpr, LEAST_SUM: tl.constexpr, SCALING: tl.constexpr, PADDED_G: tl.constexpr,
-    PADDED_J: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr, COLUMNS: tl.constexpr, HAS_ROWS: tl.constexpr,
-    HAS_LAST: tl.constexpr, SPLITS: tl.constexpr, OWN: tl.constexpr, BLOCK_M: tl.constexpr, TOKENS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WARPS: tl.constexpr, PDL: tl.constexpr,
+    GROUP_BEST: tl.constexpr, NORMED: tl.constexpr, LEAST_SUM: tl.constexpr, ADDED_SUM: tl.constexpr, SCALING: tl.constexpr,
+    PADDED_G: tl.constexpr, PADDED_J: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr, COLUMNS: tl.constexpr,
+    HAS_ROWS: tl.constexpr, HAS_LAST: tl.constexpr, SPLITS: tl.constexpr, OWN: tl.constexpr, BLOCK_M: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WARPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k_CK = tl.arange(0, WARPS)[:, None] * (BLOCK_K // WARPS) + tl.arange(0, BLOCK_K // WARPS)[None, :]
@@ -84,8 +84,8 @@ def router_kernel(
         tl.store(mine, 0)
         choose_and_store(
             partials, bias_GJ, correction_GJ, active, last, topk_weights, topk_ids, shared, first, end, T, places, L, E, G, J,
-            A, SCORES, HAS_BIAS, HAS_CORRECTION, TOP_GROUPS, GROUP_BEST, NORMED, LEAST_SUM, SCALING, PADDED_G, PADDED_J, FIRST,
-            COUNT, COLUMNS, HAS_ROWS, HAS_LAST, SPLITS, TOKENS,
+            A, SCORES, HAS_BIAS, HAS_CORRECTION, TOP_GROUPS, GROUP_BEST, NORMED, LEAST_SUM, ADDED_SUM, SCALING, PADDED_G,
+            PADDED_J, FIRST, COUNT, COLUMNS, HAS_ROWS, HAS_LAST, SPLITS, TOKENS,
         )  # fmt: skip
 
 

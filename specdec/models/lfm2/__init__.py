@@ -1,0 +1,1 @@
+"""LFM2 and LFM2-MoE: gated short convolutions beside ordinary attention."""

@@ -1,0 +1,139 @@
+"""How hybrids of other families than Qwen's are loaded: schemes of weights, ranks, what is planned, and what is refused."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from toolkit.checkpoints.plans import plan_memory
+from toolkit.oracles.quantised import SCHEMES, as_quantised
+from toolkit.parallel.decoders import with_ranks
+from toolkit.recurrent.more_targets import MORE, save_more
+
+from specdec import SamplingParams, SpecDecoder
+from specdec.attention.eager.dense import DenseAttention
+from specdec.loading.about.inspect_target import target_facts
+from specdec.loading.load import check_pair
+from specdec.models.causal_lm import CausalLM
+from specdec.models.checkpoints.frame import load_family
+from specdec.models.registry import check_chosen, choose_target, load_chosen
+from specdec.options import EngineOptions
+from specdec.parallel.shard import Shard
+
+CPU = torch.device("cpu")
+
+
+def load(folder: Path, quantize: str = "none", dtype: torch.dtype = torch.float32) -> CausalLM:
+    model = load_chosen(choose_target(folder, "native", quantize), folder, 64, CPU, dtype, False)
+    assert isinstance(model, CausalLM)
+    return model
+
+
+@torch.inference_mode()
+def logits(model: CausalLM, tokens: int = 7) -> torch.Tensor:
+    ids = torch.randint(0, 40, (tokens,), generator=torch.Generator().manual_seed(tokens))
+    return model.logits(model(ids, torch.arange(tokens), DenseAttention(model.config.layer_kinds)).hidden_TH)
+
+
+def held(model: CausalLM) -> int:
+    storages = [x.untyped_storage() for x in (*model.parameters(), *model.buffers())]  # a tied head shares its memory
+    return sum({each.data_ptr(): each.nbytes() for each in storages}.values()) - model.rotary.table.nbytes
+
+
+SIZES: dict[str, dict[str, Any]] = {  # widths of whole groups, in two layers
+    "lfm2": dict(hidden_size=64, block_ff_dim=64, block_auto_adjust_ff_dim=False, num_hidden_layers=2),
+    "lfm2_moe": dict(hidden_size=64, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=2),
+}
+SHORT = {"lfm2": ["conv", "full_attention"], "lfm2_moe": ["conv", "full_attention"]}
+CASES = [("lfm2", "w4a16 g32 asym", "^$"), ("lfm2", "awq", "^$"), ("lfm2_moe", "w4a16 g32 asym", r"^$")]
+
+
+@pytest.mark.parametrize(("family", "scheme", "left"), CASES)
+def test_a_scheme_s_numbers_and_bytes(tmp_path: Path, family: str, scheme: str, left: str) -> None:
+    """Keeps out: rows in the file's order under scales in ours, and bytes that a plan counts otherwise."""
+    plain = save_more(tmp_path / "plain", family, **SIZES[family], layer_types=SHORT[family])
+    few = load(quantised := as_quantised(plain, tmp_path / "quantised", SCHEMES[scheme], left))
+    want = logits(load(plain))
+    torch.testing.assert_close(logits(few), want, atol=1e-5 * float(want.abs().max()), rtol=1e-5)
+    options = EngineOptions(dtype="float32", max_seq_len=64)
+    assert plan_memory(quantised, None, None, options, 10**10).parts["weights of the target"] == held(few)
+
+
+@pytest.mark.parametrize("family", MORE)
+def test_two_ranks_write_what_one_writes(tmp_path: Path, family: str) -> None:
+    """Keeps out: a rank with another one's channels, gates or states; a plan of a rank that counts the whole."""
+    folder = save_more(tmp_path, family, **({"conv_bias": True} if family == "lfm2" else {}))
+
+    def use(decoder: SpecDecoder) -> list[list[int]]:
+        prompts = [[1, 2, 3, 4, 5, 6, 7], [9]]
+        return [out.token_ids for out in decoder.generate(prompts, SamplingParams(max_tokens=8))]
+
+    more: Any = {"max_batch_size": 2, "smoke": False}
+    with SpecDecoder.from_pretrained(folder, device="cpu", dtype="float32", max_seq_len=80, max_batch_size=2) as one:
+        assert with_ranks(folder, None, None, 2, use, dtype=torch.float32, **more) == use(one)
+    options = EngineOptions(dtype="bfloat16", max_seq_len=64, tensor_parallel_size=2)
+    plan = plan_memory(folder, None, None, options, 10**10)
+    pair = check_pair(folder, None, None, replace(options, device="cpu"))
+    assert pair.chosen.native is not None
+    first = load_family(pair.chosen.native, pair.checkpoint, pair.chosen.config, 64, CPU, torch.bfloat16, Shard(0, 2))
+    assert plan.parts["weights of the target"] == held(first)
+
+
+@pytest.mark.parametrize("family", MORE)
+def test_inspect_says_what_layers_keep(tmp_path: Path, family: str) -> None:
+    folder = save_more(tmp_path, family)
+    facts = target_facts(folder)["target"]
+    assert facts["layers read"] == "3 x recurrent, 1 x full"
+    sizes = load(folder).config.recurrent
+    assert sizes is not None and facts["bytes of a text's state"] == 3 * sizes.state_bytes(torch.float32)
+
+
+# A family, keys of its config.json, and what is said of them.
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("lfm2", {"layer_types": ["conv"] * 4}, "layers must be of both kinds"),
+    ("lfm2", {"layer_types": ["conv", "mamba", "full_attention", "conv"]}, "layer_types must be 4 of full_attention or conv"),
+    ("lfm2", {"layer_types": ["full_attention", "conv", "conv", "conv"]}, "layer 0 is of full_attention by layer_types"),
+    ("lfm2", {"rms_norm_eps": 1e-5}, "unknown config keys rms_norm_eps"),
+    ("lfm2", {"conv_dim": 64}, "conv_dim must be hidden_size, 32, or absent, got 64"),
+    ("lfm2", {"block_use_swiglu": False}, "block_use_swiglu must be True, got False"),
+    ("lfm2", {"use_pos_enc": False}, "use_pos_enc must be True, got False"),
+    ("lfm2", {"conv_L_cache": 4}, "conv.conv.weight' must have shape .*32, 1, 4.*conv_L_cache"),
+    ("lfm2", {"conv_bias": True}, "in_proj.bias' is missing"),
+    ("lfm2", {"num_experts": 4}, "unknown config keys num_experts"),
+    ("lfm2_moe", {"layer_types": None}, "lacks layer_types"),
+    ("lfm2_moe", {"num_dense_layers": 2}, "layer 1 is dense by num_dense_layers, but not by its tensors"),
+    ("lfm2_moe", {"num_experts": 8}, "feed_forward.gate.weight' must have shape .*num_experts"),
+]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("refused")
+    return {family: save_more(root / family, family) for family in MORE}
+
+
+@pytest.mark.parametrize(("family", "keys", "said"), REFUSED, ids=lambda v: next(iter(v)) if isinstance(v, dict) else "")
+def test_what_is_not_computed_is_refused(
+    folders: dict[str, Path], tmp_path: Path, family: str, keys: dict[str, Any], said: str
+) -> None:
+    (tmp_path / "model.safetensors").symlink_to(folders[family] / "model.safetensors")
+    raw = json.loads((folders[family] / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**raw, **keys}))
+    for backend in ("native", "auto"):
+        with pytest.raises(ValueError, match=said):
+            check_chosen(choose_target(tmp_path, backend), tmp_path)
+
+
+@pytest.mark.parametrize("family", MORE)
+def test_tensors_are_strict_and_ranks_that_do_not_fit_are_named(folders: dict[str, Path], tmp_path: Path, family: str) -> None:
+    tensors = load_file(folders[family] / "model.safetensors")
+    (tmp_path / "config.json").write_text((folders[family] / "config.json").read_text())
+    save_file(tensors | {"model.layers.0.conv.extra": torch.zeros(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="not part of this architecture: model.layers.0.conv.extra"):
+        check_chosen(choose_target(tmp_path), tmp_path)
+    options = EngineOptions(device="cpu", max_seq_len=64, tensor_parallel_size=3)
+    with pytest.raises(ValueError, match=r"tensor_parallel_size must be .* got 3; nearest setting"):
+        check_pair(folders[family], None, None, options)

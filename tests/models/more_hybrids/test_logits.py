@@ -1,0 +1,51 @@
+"""Hybrids of other families than Qwen's against transformers, in float32: logits of whole rows, by attention without a cache.
+
+Keeps out: rows of fused matrices in another order, a gate of another part, a norm under another norm's name, an absent key that
+means something else than in transformers.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from toolkit.checkpoints.load import load_target
+from toolkit.recurrent.more_targets import MORE, more_model
+
+from specdec.attention.eager.dense import DenseAttention
+from specdec.models.causal_lm import CausalLM
+from specdec.models.registry import choose_target
+
+IDS = torch.randint(40, (2, 21), generator=torch.Generator().manual_seed(5))
+# name: (family, what differs from the toolkit's tiny targets)
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{family: (family, {}) for family in MORE},
+    "biased": ("lfm2", dict(conv_bias=True, conv_L_cache=4, tie_word_embeddings=False, num_key_value_heads=4)),
+    "by numbers": ("lfm2", dict(layer_types=None, full_attn_idxs=[1, 3], block_ffn_dim_multiplier=1.3, conv_L_cache=2)),
+    "as wide": ("lfm2", dict(block_auto_adjust_ff_dim=False, norm_eps=1e-3)),
+    "no corrections": ("lfm2_moe", dict(use_expert_bias=False, norm_topk_prob=False, conv_bias=True)),
+    "no mixtures": ("lfm2_moe", dict(num_dense_layers=4)),
+}
+
+
+def our_logits(model: CausalLM) -> torch.Tensor:
+    rows, tokens = IDS.shape
+    positions = torch.arange(tokens).repeat(rows)
+    attention = DenseAttention(model.config.layer_kinds, rows, kv_layers=model.config.kv_source)
+    return model.logits(model(IDS.flatten(), positions, attention).hidden_TH).unflatten(0, (rows, tokens))
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> CausalLM:
+    return load_target(folder, choose_target(folder, "native").config, 64, torch.device("cpu"), dtype)
+
+
+@pytest.mark.parametrize("name", CASES)
+@torch.inference_mode()
+def test_logits_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+    family, changes = CASES[name]
+    hf = more_model(family, seed=7, **changes)
+    hf.save_pretrained(tmp_path)
+    want = hf(IDS, use_cache=False).logits
+    got = our_logits(load(tmp_path))
+    assert float(want.std()) > 0.1
+    torch.testing.assert_close(got, want, atol=2e-5 * float(want.abs().max()), rtol=1e-5)

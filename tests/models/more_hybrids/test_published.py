@@ -1,0 +1,40 @@
+"""config.json of hybrids as they are published."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from specdec.models.registry import family_of
+
+LFM2: dict[str, Any] = dict(
+    architectures=["Lfm2ForCausalLM"], block_auto_adjust_ff_dim=True, block_dim=2048, block_ff_dim=12288,
+    block_ffn_dim_multiplier=1.0, block_mlp_init_scale=1.0, block_multiple_of=256, block_norm_eps=1e-05,
+    block_out_init_scale=1.0, block_use_swiglu=True, block_use_xavier_init=True, bos_token_id=1, conv_L_cache=3,
+    conv_bias=False, conv_dim=2048, conv_dim_out=2048, conv_use_xavier_init=True, eos_token_id=7,
+    full_attn_idxs=[2, 5, 8, 10, 12, 14], hidden_size=2048, initializer_range=0.02, max_position_embeddings=128000,
+    model_type="lfm2", norm_eps=1e-05, num_attention_heads=32, num_heads=32, num_hidden_layers=16, num_key_value_heads=8,
+    pad_token_id=0, rope_theta=1000000.0, torch_dtype="bfloat16", use_cache=True, use_pos_enc=True, vocab_size=65536,
+)  # fmt: skip
+ATTEND = (2, 6, 10, 14, 18, 21)
+LFM2_MOE: dict[str, Any] = dict(
+    architectures=["Lfm2MoeForCausalLM"], bos_token_id=1, conv_L_cache=3, conv_bias=False, dtype="bfloat16", eos_token_id=7,
+    hidden_size=2048, intermediate_size=7168, max_position_embeddings=128000, model_type="lfm2_moe", norm_eps=1e-05,
+    moe_intermediate_size=1792, norm_topk_prob=True, num_attention_heads=32, num_dense_layers=2, num_experts=32,
+    num_experts_per_tok=4, num_hidden_layers=24, num_key_value_heads=8, pad_token_id=0, rope_theta=1000000.0,
+    routed_scaling_factor=1.0, use_cache=True, use_expert_bias=True, vocab_size=65536,
+    layer_types=["full_attention" if layer in ATTEND else "conv" for layer in range(24)],
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("raw", "layers", "width", "state"),
+    [(LFM2, 10, 8192, 8192), (LFM2 | {"intermediate_size": 8192}, 10, 8192, 8192), (LFM2_MOE, 18, 7168, 8192)],
+)
+def test_published_configs_are_read(raw: dict[str, Any], layers: int, width: int, state: int) -> None:
+    """Keeps out: a key that every file has and nobody reads; states of another size than the reference says."""
+    family = family_of(raw["model_type"])
+    assert family is not None
+    config = family.parse(raw, "here")
+    assert len(config.recurrent_layers) == layers and config.recurrent is not None and config.dtype == "bfloat16"
+    assert config.recurrent.state_bytes(torch.bfloat16) == state and config.intermediate_size == width
