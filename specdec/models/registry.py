@@ -45,6 +45,7 @@ FOLDERS = {
     "gpt_oss": ("gpt_oss",),
     "qwen_hybrid": HYBRIDS,
     "lfm2": ("lfm2", "lfm2_moe"),
+    "olmo_hybrid": ("olmo_hybrid",),
 }
 NATIVE = (*(name for types in FOLDERS.values() for name in types), *MIXTURES)
 

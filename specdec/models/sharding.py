@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import nn
 
 from specdec.models.config import ModelConfig
-from specdec.models.layers import RMSNorm
+from specdec.models.layers import NoNorm, RMSNorm
 from specdec.models.mixtures.dividing import ExpertSharing, ExpertSizes, choose_sharing
 from specdec.models.mixtures.rules import ExpertsConfig
 from specdec.parallel.group import Group
@@ -21,7 +21,7 @@ _DOWN = (
     "mlp.down_proj", "mlp.experts.down_proj", "mlp.experts.0.down_proj", "block_sparse_moe.experts.0.w2",
     "feed_forward.experts.0.w2",
 )  # fmt: skip
-_RECURRENT_OUTPUTS = "linear_attn.out_proj", "conv.out_proj"
+_RECURRENT_OUTPUTS = "linear_attn.out_proj", "linear_attn.o_proj", "conv.out_proj"
 _SHARED_DOWN = tuple(f"mlp.{shared}.down_proj" for shared in ("shared_experts", "shared_expert", "shared_mlp"))
 
 
@@ -108,7 +108,7 @@ def join(model: Shared, group: Group) -> None:
     """Tells a rank's share which ranks hold the rest: norms add up the partial sums of the layer before them."""
     model.group = group
     for module in model.modules():
-        if isinstance(module, RMSNorm):
+        if isinstance(module, RMSNorm | NoNorm):
             module.group = group
     model.vocabulary = Vocabulary.of(model.vocabulary.size, group)
 

@@ -27,6 +27,7 @@ CASES = [
     ("qwen3_5_text", "dspark", (4, 3, 12), 16, 3, 9),
     ("lfm2", "eagle3", (4, 4, 14), 4, 3, 7),
     ("lfm2_moe", "ngram", (5, 1, 6), 1, 2, 1),
+    ("olmo_hybrid", "eagle3", (4, 4, 14), 5, 3, 9),
 ]
 
 

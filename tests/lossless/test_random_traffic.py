@@ -41,6 +41,7 @@ WORLDS: dict[str, tuple[str, str | None, dict[str, Any]]] = {
     "hybrid": ("qwen3_next", "eagle3", {"spec": SpecConfig(3, 4, 12)}),
     "hybrid auto": ("qwen3_5_text", "eagle1", {"spec": SpecConfig("auto", 2, 8)}),
     "kept hybrid": ("qwen3_5_text", "eagle1", {"spec": SpecConfig(2, 3, 6), "prefix_caching": True}),
+    "post-norm hybrid": ("olmo_hybrid", "eagle1", {"spec": SpecConfig(3, 4, 12)}),
     "kept convolutions": ("lfm2", "eagle3", {"spec": SpecConfig(3, 2, 8), "prefix_caching": True}),
 }
 

@@ -27,6 +27,7 @@ from specdec.models.layers import Rotary
 from specdec.models.lfm2.config import parse_lfm2
 from specdec.models.llama.config import parse_llama
 from specdec.models.mixtures.loader import FAMILIES as MIXTURES
+from specdec.models.olmo_hybrid.config import parse_olmo_hybrid
 from specdec.models.registry import choose_target, load_chosen
 from specdec.models.yarn import parse_rope_with_yarn
 
@@ -53,6 +54,7 @@ PARSERS: dict[str, Parse] = {
     "MiniMaxM2Config": MIXTURES["minimax_m2"].parse,
     "Lfm2Config": parse_lfm2,
     "Lfm2MoeConfig": parse_lfm2,
+    "OlmoHybridConfig": parse_olmo_hybrid,
 }
 # Fields that say less where the config does: nothing ends a text, texts are shorter, no layers of MTP are there.
 CAUTIOUS = ("eos_ids", "max_position", "mtp_layers")
@@ -60,6 +62,7 @@ CAUTIOUS = ("eos_ids", "max_position", "mtp_layers")
 WANTING: dict[str, dict[str, Any]] = {
     "Glm4MoeConfig": {"head_dim": 128},
     "Lfm2Config": {"layer_types": None, "full_attn_idxs": [2]},  # the class has attention in all layers
+    "OlmoHybridConfig": {"rope_parameters": None},  # no rope, as released checkpoints have it; the class turns heads
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"] * 16},
     "Dots1Config": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
 }

@@ -29,7 +29,8 @@ OLMOE = ("olmoe",)
 MIXTURES = (*OLMOE, *QWEN_MOES, "mixtral", *HY3, *ERNIE, *DOTS, *MINIMAX, *GLM4)  # under ordinary heads
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # in wrappers they are read as outside
 LFM2 = ("lfm2", "lfm2_moe")
-BY_STATES = (*HYBRIDS, *LFM2)
+OLMO = ("olmo_hybrid",)
+BY_STATES = (*HYBRIDS, *LFM2, *OLMO)
 ORDINARY = (*LLAMAS, *GPT, *MIXTURES, *BY_STATES)  # heads
 ALL = (*ORDINARY, *DEEPSEEKS)
 TIED = ("qwen2", "mimo", *LFM2)  # the zoo's models whose output layer is the embeddings
@@ -151,7 +152,7 @@ GROUPS = {
         [
             (ORDINARY, {"head_dim": 20}, "q_proj.weight' must have shape .* num_attention_heads, head_dim"),
             (("llama", "diffllama"), {"head_dim": None}, SAME),  # hidden_size / num_attention_heads
-            ((*OLMOE, *LFM2), {"head_dim": ABSENT}, SAME),
+            ((*OLMOE, *LFM2, *OLMO), {"head_dim": ABSENT}, SAME),
             ((*MIXTURES[1:], *HYBRIDS), {"head_dim": ABSENT}, "q_proj.weight' must have shape"),
             (("qwen2", "mimo"), {"head_dim": ABSENT}, SAME),
             (("deepseek_v3", *LITE), {"head_dim": 16}, "head_dim must be qk_rope_head_dim, 8, or absent, got 16.* no head_dim"),
@@ -191,7 +192,7 @@ GROUPS = {
             (("qwen2", "mimo"), {"attention_bias": False}, SAME),
             (("qwen2", "mimo"), {"attention_bias": True}, SAME),
             (("glm_moe_dsa", *GPT, *OLMOE), {"attention_bias": False}, "not part of this architecture: .*bias"),
-            (("qwen3_moe", *GLM4, *HY3, *DOTS, *HYBRIDS), {"attention_bias": True}, ".bias' is missing"),
+            (("qwen3_moe", *GLM4, *HY3, *DOTS, *HYBRIDS, *OLMO), {"attention_bias": True}, ".bias' is missing"),
             (HY3, {"mlp_bias": True}, ".bias' is missing"),
             (ERNIE, {"use_bias": True}, "use_bias must be false"),
             (ERNIE, {"attention_bias": True}, "unknown config keys attention_bias"),

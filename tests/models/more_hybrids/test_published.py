@@ -25,11 +25,27 @@ LFM2_MOE: dict[str, Any] = dict(
     routed_scaling_factor=1.0, use_cache=True, use_expert_bias=True, vocab_size=65536,
     layer_types=["full_attention" if layer in ATTEND else "conv" for layer in range(24)],
 )  # fmt: skip
+OLMO: dict[str, Any] = dict(
+    architectures=["OlmoHybridForCausalLM"], attention_bias=False, attention_dropout=0.0, bos_token_id=None, dtype="bfloat16",
+    eos_token_id=100257, hidden_act="silu", hidden_size=3840, initializer_range=0.02, intermediate_size=11008,
+    layer_types=(["linear_attention"] * 3 + ["full_attention"]) * 8, linear_a_log_max=16.0, linear_a_log_min=0.0,
+    linear_allow_neg_eigval=True, linear_conv_kernel_dim=4, linear_dt_init_floor=0.0001, linear_dt_max=0.1, linear_dt_min=0.001,
+    linear_key_head_dim=96, linear_num_key_heads=30, linear_num_value_heads=30, linear_value_head_dim=192,
+    max_position_embeddings=65536, model_type="olmo_hybrid", num_attention_heads=30, num_hidden_layers=32,
+    num_key_value_heads=30, pad_token_id=100277, rms_norm_eps=1e-06, rope_parameters=None, tie_word_embeddings=False,
+    use_cache=True, vocab_size=100352,
+)  # fmt: skip
+OLMO_STATE = 30 * 96 * 192 * 4 + 3 * 11520 * 2
 
 
 @pytest.mark.parametrize(
     ("raw", "layers", "width", "state"),
-    [(LFM2, 10, 8192, 8192), (LFM2 | {"intermediate_size": 8192}, 10, 8192, 8192), (LFM2_MOE, 18, 7168, 8192)],
+    [
+        (LFM2, 10, 8192, 8192),
+        (LFM2 | {"intermediate_size": 8192}, 10, 8192, 8192),
+        (LFM2_MOE, 18, 7168, 8192),
+        (OLMO, 24, 11008, OLMO_STATE),
+    ],
 )
 def test_published_configs_are_read(raw: dict[str, Any], layers: int, width: int, state: int) -> None:
     """Keeps out: a key that every file has and nobody reads; states of another size than the reference says."""

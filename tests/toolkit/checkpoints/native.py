@@ -42,6 +42,10 @@ LAYERS = 2
 SHORT: dict[str, dict[str, Any]] = {  # so many layers of hybrids
     name: {"num_hidden_layers": LAYERS, "layer_types": ["conv", "full_attention"]} for name in ("lfm2", "lfm2_moe")
 }
+SHORT["olmo_hybrid"] = {  # with pieces of convolutions as published files have them, because they are of equal size
+    "num_hidden_layers": LAYERS, "layer_types": ["linear_attention", "full_attention"], "linear_value_head_dim": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+}  # fmt: skip
 
 
 class NativeZoo:
