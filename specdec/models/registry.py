@@ -46,6 +46,7 @@ FOLDERS = {
     "qwen_hybrid": HYBRIDS,
     "lfm2": ("lfm2", "lfm2_moe"),
     "olmo_hybrid": ("olmo_hybrid",),
+    "kimi_linear": ("kimi_linear",),
 }
 NATIVE = (*(name for types in FOLDERS.values() for name in types), *MIXTURES)
 

@@ -22,7 +22,10 @@ _DOWN = (
     "feed_forward.experts.0.w2",
 )  # fmt: skip
 _RECURRENT_OUTPUTS = "linear_attn.out_proj", "linear_attn.o_proj", "conv.out_proj"
-_SHARED_DOWN = tuple(f"mlp.{shared}.down_proj" for shared in ("shared_experts", "shared_expert", "shared_mlp"))
+_SHARED_DOWN = (
+    *(f"mlp.{shared}.down_proj" for shared in ("shared_experts", "shared_expert", "shared_mlp")),
+    "block_sparse_moe.shared_experts.down_proj",
+)
 
 
 class Shared(Protocol):

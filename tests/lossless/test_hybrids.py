@@ -28,6 +28,8 @@ CASES = [
     ("lfm2", "eagle3", (4, 4, 14), 4, 3, 7),
     ("lfm2_moe", "ngram", (5, 1, 6), 1, 2, 1),
     ("olmo_hybrid", "eagle3", (4, 4, 14), 5, 3, 9),
+    ("kimi_linear", "eagle3", (4, 4, 14), 4, 3, 7),
+    ("kimi_linear", "ngram", (5, 1, 6), 16, 2, 64),
 ]
 
 

@@ -51,10 +51,16 @@ SIZES: dict[str, dict[str, Any]] = {  # widths of whole groups, in two layers
         hidden_size=64, intermediate_size=64, linear_value_head_dim=16, linear_num_value_heads=8, linear_num_key_heads=4,
         linear_key_head_dim=16, num_hidden_layers=2,
     ),
+    "kimi_linear": dict(
+        hidden_size=64, intermediate_size=64, moe_intermediate_size=32, v_head_dim=8, kv_lora_rank=32, num_hidden_layers=2,
+        linear_attn_config={"head_dim": 32, "num_heads": 2, "short_conv_kernel_size": 4}, mlp_layer_types=["dense", "sparse"],
+    ),
 }  # fmt: skip
 SHORT = {"lfm2": ["conv", "full_attention"], "lfm2_moe": ["conv", "full_attention"]}
 SHORT["olmo_hybrid"] = ["linear_attention", "full_attention"]
+SHORT["kimi_linear"] = SHORT["olmo_hybrid"]
 CASES = [
+    ("kimi_linear", "w4a16 g32 asym", "kv_b_proj"),  # which is dequantised, and which a plan counts as it is stored
     ("olmo_hybrid", "w4a16 g32 asym", "^$"),
     ("lfm2", "w4a16 g32 asym", "^$"),
     ("lfm2", "awq", "^$"),
@@ -66,7 +72,9 @@ CASES = [
 def test_a_scheme_s_numbers_and_bytes(tmp_path: Path, family: str, scheme: str, left: str) -> None:
     """Keeps out: rows in the file's order under scales in ours, and bytes that a plan counts otherwise."""
     plain = save_more(tmp_path / "plain", family, **SIZES[family], layer_types=SHORT[family])
-    few = load(quantised := as_quantised(plain, tmp_path / "quantised", SCHEMES[scheme], left))
+    own = SCHEMES[scheme]
+    own = own if left == "^$" else own._replace(config=own.config | {"ignore": ["lm_head", f"re:.*{left}"]})
+    few = load(quantised := as_quantised(plain, tmp_path / "quantised", own, left))
     want = logits(load(plain))
     torch.testing.assert_close(logits(few), want, atol=1e-5 * float(want.abs().max()), rtol=1e-5)
     options = EngineOptions(dtype="float32", max_seq_len=64)
@@ -131,7 +139,30 @@ def test_inspect_says_what_layers_keep(tmp_path: Path, family: str) -> None:
 
 
 # A family, keys of its config.json, and what is said of them.
+KDA = {"head_dim": 8, "num_heads": 4, "short_conv_kernel_size": 4}
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope must be True, got False"),
+    ("kimi_linear", {"moe_router_activation_func": "softmax"}, "moe_router_activation_func must be 'sigmoid'"),
+    ("kimi_linear", {"moe_layer_freq": 2}, "moe_layer_freq must be 1, got 2"),
+    ("kimi_linear", {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers must be 0, got 1"),
+    ("kimi_linear", {"attention_bias": True}, "attention_bias must be False"),
+    ("kimi_linear", {"gate_lower_bound": -5.0}, "unknown config keys gate_lower_bound"),
+    ("kimi_linear", {"linear_attn_config": {**KDA, "gate": 1}}, "linear_attn_config: unknown config keys gate"),
+    (
+        "kimi_linear",
+        {"linear_attn_config": {**KDA, "head_dim": 16}},
+        "linear_head_dim must be what linear_attn_config says, 16",
+    ),
+    ("kimi_linear", {"layer_types": None, "linear_attn_config": KDA}, "lacks layer_types, and in linear_attn_config"),
+    (
+        "kimi_linear",
+        {"linear_attn_config": {**KDA, "full_attn_layers": [4], "kda_layers": [1, 2, 3]}},
+        "layer_types must say what the lists of linear_attn_config say",
+    ),
+    ("kimi_linear", {"linear_attn_config": {**KDA, "full_attn_layers": [0], "kda_layers": [1, 2, 3]}}, "each number from 1"),
+    ("kimi_linear", {"first_k_dense_replace": 2}, "first_k_dense_replace must say what mlp_layer_types says"),
+    ("kimi_linear", {"mlp_layer_types": ["sparse"] * 4}, "layer 0 is a mixture by first_k_dense_replace"),
+    ("kimi_linear", {"num_key_value_heads": 1}, "num_key_value_heads must be num_attention_heads, 4, or absent, got 1"),
     ("olmo_hybrid", {"layer_types": ["linear_attention"] * 4}, "layers must be of both kinds"),
     ("olmo_hybrid", {"layer_types": ["full_attention"] + ["linear_attention"] * 3}, "layer 0 is of full_attention by layer"),
     ("olmo_hybrid", {"linear_num_value_heads": 3}, "linear_num_value_heads must be a multiple of linear_num_key_heads"),

@@ -31,6 +31,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         dict(layer_types=None, tie_word_embeddings=True, num_hidden_layers=3)
         | dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")),
     ),
+    "latent queries": ("kimi_linear", dict(q_lora_rank=12, moe_renormalize=False)),
+    "grouped": ("kimi_linear", dict(num_experts=8, num_expert_group=4, topk_group=2, num_shared_experts=2)),
+    "all dense": ("kimi_linear", dict(mlp_layer_types=["dense"] * 4, qk_rope_head_dim=6, v_head_dim=4)),
+    "other heads": (
+        "kimi_linear",
+        dict(
+            linear_attn_config=dict(head_dim=12, num_heads=2, short_conv_kernel_size=3),
+            layer_types=["linear_attention"] * 3 + ["full_attention"],
+        ),
+    ),
     "no mixtures": ("lfm2_moe", dict(num_dense_layers=4)),
 }
 

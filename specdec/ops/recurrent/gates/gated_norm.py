@@ -24,3 +24,10 @@ def gated_norm(out_THV: Tensor, z_THV: Tensor, weight_V: Tensor, eps: float) -> 
     wide = torch.promote_types(out_THV.dtype, torch.float32)
     normed_THV = F.rms_norm(out_THV.to(wide), weight_V.shape, None, eps).to(out_THV.dtype)
     return (weight_V * normed_THV * F.silu(z_THV.to(wide))).to(out_THV.dtype)
+
+
+def sigmoid_gated_norm(out_THV: Tensor, z_THV: Tensor, weight_V: Tensor, eps: float) -> Tensor:
+    """[T, H, V], in out's dtype: x / rms(x) * weight * sigmoid(z), rounded once, as in Kimi Linear."""
+    wide = torch.promote_types(out_THV.dtype, torch.float32)
+    normed_THV = F.rms_norm(out_THV.to(wide), weight_V.shape, weight_V.to(wide), eps)
+    return (normed_THV * z_THV.to(wide).sigmoid()).to(out_THV.dtype)
