@@ -23,6 +23,7 @@ from specdec.models.config import ModelConfig
 from specdec.models.deepseek.config import parse_deepseek
 from specdec.models.diffllama.config import parse_diffllama
 from specdec.models.gpt_oss.config import parse_gpt_oss
+from specdec.models.kimi_linear.config import parse_kimi_linear
 from specdec.models.layers import Rotary
 from specdec.models.lfm2.config import parse_lfm2
 from specdec.models.llama.config import parse_llama
@@ -55,6 +56,7 @@ PARSERS: dict[str, Parse] = {
     "Lfm2Config": parse_lfm2,
     "Lfm2MoeConfig": parse_lfm2,
     "OlmoHybridConfig": parse_olmo_hybrid,
+    "KimiLinearConfig": parse_kimi_linear,
 }
 # Fields that say less where the config does: nothing ends a text, texts are shorter, no layers of MTP are there.
 CAUTIOUS = ("eos_ids", "max_position", "mtp_layers")
