@@ -19,6 +19,7 @@ from specdec.loading.about.inspect_target import target_facts
 from specdec.loading.load import check_pair
 from specdec.models.causal_lm import CausalLM
 from specdec.models.checkpoints.frame import load_family
+from specdec.models.linear import Linear
 from specdec.models.registry import check_chosen, choose_target, load_chosen
 from specdec.options import EngineOptions
 from specdec.parallel.shard import Shard
@@ -79,6 +80,20 @@ def test_a_scheme_s_numbers_and_bytes(tmp_path: Path, family: str, scheme: str, 
     torch.testing.assert_close(logits(few), want, atol=1e-5 * float(want.abs().max()), rtol=1e-5)
     options = EngineOptions(dtype="float32", max_seq_len=64)
     assert plan_memory(quantised, None, None, options, 10**10).parts["weights of the target"] == held(few)
+
+
+@pytest.mark.parametrize("family", MORE)
+def test_weights_rounded_at_load(tmp_path: Path, family: str) -> None:
+    """Keeps out: gates of a rule in few bits; a plan that counts other matrices than are rounded."""
+    folder = save_more(tmp_path, family, **SIZES[family], layer_types=SHORT[family])
+    model, dense = load(folder, "fp8"), load(folder)
+    mixer = model.layers[0].self_attn
+    matrices = {name: each.is_quantised for name, each in mixer.named_children() if isinstance(each, Linear)}
+    assert matrices.pop("in_proj") and not (matrices.pop("gates_proj", False) or matrices.pop("f_b_proj", False))
+    assert all(matrices.values())
+    assert float((logits(model) - logits(dense)).std() / logits(dense).std()) < 0.4
+    options = EngineOptions(dtype="float32", max_seq_len=64, quantize="fp8")
+    assert plan_memory(folder, None, None, options, 10**10).parts["weights of the target"] == held(model)
 
 
 # Biases of convolutions, and pieces of convolutions that are of equal size, as published ones are of whole heads.
