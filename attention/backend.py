@@ -55,6 +55,15 @@ class Backend(ABC):
         view.write(slots_T, kv_T2KD)
         return q_TQD
 
+    def store_and_attend(
+        self, view: HeadsView, qkv_TXD: Tensor, slots_T: Tensor, prep: HeadPrep, prepared: Any, scoring: Scoring = PLAIN
+    ) -> AttentionState | None:
+        """`store`, and then `attend_with_sinks` of all queries, where the backend does both at once.
+
+        None: it does not in this case, and has done nothing.
+        """
+        return None
+
     def rotate(self, q_TQD: Tensor, prep: HeadPrep) -> Tensor:
         """Norms and rotates the queries of a layer that stores nothing; prep has 0 kv heads.  The input may be changed."""
         return prep.apply_(q_TQD)[0]

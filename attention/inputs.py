@@ -107,6 +107,13 @@ class LayerCall(NamedTuple):
             prefix = self.over_ranks(q_THD, view, self.prepared.sharded_of(self.kind, backend))
         return backend.attend_with_sinks(q_THD, view, prepared, self.scoring, prefix).out_THD
 
+    def store_and_attend(self, view: HeadsView, qkv_TXD: Tensor, prep: HeadPrep) -> AttentionState | None:
+        """The layer's state, if the backend stores the pass's tokens and attends to all of them at once."""
+        if self.rows_R is not None or self.plan.later is not None or self.plan.context_parallel is not None:
+            return None
+        prepared = self.prepared.of(self.kind, self.backend)
+        return self.backend.store_and_attend(view, qkv_TXD, self.slots_T, prep, prepared, self.scoring)
+
     def over_ranks(self, q_THD: Tensor, view: KVView, prepared: Any) -> AttentionState:
         """The state of this rank's heads over what all ranks read.  prepared: the prepared plan of what this one reads."""
         sharded, backend = self.plan.context_parallel, self.backend
@@ -189,6 +196,8 @@ class HeadInputs(LayerInputs):
     def paged(self, call: LayerCall) -> Tensor:
         view = cast(HeadsView, call.view)
         assert hasattr(view, "write"), f"heads of one width need a cache of such heads, got {view}"
+        if (state := call.store_and_attend(view, self.qkv_TXD, self.prep)) is not None:
+            return state.out_THD
         return call.attend(call.asked(call.backend.store(view, self.qkv_TXD, call.slots_T, self.prep)))
 
     def dense(self) -> DenseHeads:

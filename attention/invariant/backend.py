@@ -55,6 +55,7 @@ class InvariantBackend(TritonBackend):
         return _attend_heads(q_THD, view, prepared, scoring, programs)
 
     attend_with_sinks = Backend.attend_with_sinks  # the kernels that merge here add no sinks
+    store_and_attend = Backend.store_and_attend  # whose splits would depend on the batch
 
     def run(self, q_THD: Tensor, view: KVView, segment: Segment, scoring: Scoring = PLAIN) -> AttentionState:
         return self.attend(q_THD, view, KVBlockPlan(segment, None, self.blocks), scoring)

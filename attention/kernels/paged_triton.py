@@ -32,7 +32,7 @@ kv heads, S splits.
 import triton
 import triton.language as tl
 
-from specdec.attention.kernels.int8_triton import queries_in_int8
+from specdec.attention.caches.int8_triton import queries_in_int8
 from specdec.attention.kernels.tables_triton import slots_on
 
 LOG2E = tl.constexpr(1.4426950408889634)

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.caches.int8_keys import Int8KeysView
+from specdec.attention.caches.int8_triton import abs_or_inf, round_to_int8, scale_and_inverse
 from specdec.attention.caches.quant_cache import FP8_MAX, QuantView
-from specdec.attention.kernels.int8_triton import abs_or_inf, round_to_int8, scale_and_inverse
 from specdec.ops.launch import chained
 from specdec.ops.products.numerics import FAST, Numerics
 from specdec.ops.rope import HeadPrep

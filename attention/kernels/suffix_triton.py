@@ -2,8 +2,9 @@
 
 These states are what the paged kernel's splits left.  Without HAS_SUFFIX the kernel only merges.  With HAS_SINKS it adds the
 layer's sinks: a sink is one more state, with which the sums begin.
-One program handles one query and one kv head.  The kernel knows slots (page size 1), not trees: a row lists the slots that its
-query reads.
+One program handles one query, one kv head and some columns of its values.  Each round trip to L2 takes about as long as all
+arithmetic, so columns are shared out where there are few queries: a program then reads all splits at once.  The kernel knows
+slots (page size 1), not trees: a row lists the slots that its query reads.
 
 Order of chained launches (specdec/ops/launch.py): before gdc_wait the kernel reads queries, the suffix's keys and its table.
 The paged kernel lets this kernel start only after its own wait, so the store of the queries and keys is complete by then.
@@ -12,13 +13,13 @@ Values may have another width than keys, and keys may have parts, as in the page
 multiplied in their own type, which represents all int8 values exactly.
 
 Shapes: T queries (one a row), H heads, K kv heads, G heads of a group, D key dim, E value dim, N keys of a
-block, S splits, C splits of a chunk.
+block, S splits, C splits of a chunk.  e: columns of values.
 """
 
 import triton
 import triton.language as tl
 
-from specdec.attention.kernels.int8_triton import queries_in_int8
+from specdec.attention.caches.int8_triton import queries_in_int8
 from specdec.attention.kernels.paged_triton import capped, fp8_scales, own_part, spaced, values_at
 
 
@@ -104,7 +105,7 @@ def suffix_merge_kernel(
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    PADDED_VALUE: tl.constexpr,
+    COLUMNS: tl.constexpr,
     KEY_PARTS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -122,12 +123,12 @@ def suffix_merge_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     token, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    g, d, e = tl.arange(0, PADDED_GROUP), tl.arange(0, PADDED_DIM), tl.arange(0, PADDED_VALUE)
+    g, d, e = tl.arange(0, PADDED_GROUP), tl.arange(0, PADDED_DIM), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     ok_G, ok_D, ok_E = g < GROUP, d < HEAD_DIM, e < VALUE_DIM
     ok_GE = ok_G[:, None] & ok_E[None, :]
     head_G = kv_head * GROUP + g
     top_G, total_G = first_sums(sinks + head_G, ok_G, HAS_SINKS, PADDED_GROUP)
-    acc_GE = tl.zeros([PADDED_GROUP, PADDED_VALUE], tl.float32)
+    acc_GE = tl.zeros([PADDED_GROUP, COLUMNS], tl.float32)
 
     if HAS_SUFFIX:
         length = tl.load(cache_seqlens + token, cache_modifier=".cg")
@@ -153,7 +154,7 @@ def suffix_merge_kernel(
             ok_N = key_N < length
             slot_N = tl.load(slot_table + token * stride_row + key_N, mask=ok_N, other=0, cache_modifier=".cg").to(tl.int64)
             at_ND = kv + (slot_N * stride_slot)[:, None] + d[None, :]
-            at_NE = values_at(kv, at_ND, slot_N, stride_slot, e, q.dtype, VALUE_DIM == HEAD_DIM, QUANT)
+            at_NE = values_at(kv, at_ND, slot_N, stride_slot, e, q.dtype, VALUE_DIM == HEAD_DIM and COLUMNS >= HEAD_DIM, QUANT)
             # Values are masked too: an unwritten slot may hold NaN, and 0 * NaN is NaN.
             k_ND = tl.load(at_ND, mask=ok_N[:, None] & ok_D[None, :], other=0.0, cache_modifier=".cg")
             v_NE = tl.load(at_NE + stride_v, mask=ok_N[:, None] & ok_E[None, :], other=0.0, cache_modifier=".cg")
@@ -212,9 +213,9 @@ def suffix_merge_kernel(
         if LEFT_FILLED:
             start = tl.where(tl.max(next_G) == -float("inf"), splits, start)
 
-    some_G = total_G > 0
-    safe_G = tl.where(some_G, total_G, 1.0)
+    safe_G = tl.where(total_G > 0, total_G, 1.0)
     at_G = token * (KV_HEADS * GROUP) + head_G
-    tl.store(lse + at_G, tl.where(some_G, top_G + tl.log(safe_G), -float("inf")), mask=ok_G)
+    lse_G = tl.where(total_G > 0, top_G + tl.log(safe_G), -float("inf"))
+    tl.store(lse + at_G, lse_G, mask=ok_G & (tl.program_id(2) == 0))
     out_GE = (acc_GE / safe_G[:, None]).to(out.dtype.element_ty)
     tl.store(out + at_G[:, None] * VALUE_DIM + e[None, :], out_GE, mask=ok_GE)

@@ -14,6 +14,8 @@ import triton
 
 SHORT = 4096  # threshold in keys: with more, tiles of fewer queries cost more than they gain, because keys are read again
 FEW_SPLITS = 4  # threshold: up to so many, two at a time are merged faster than eight
+MERGING = 528  # programs of a merge: four warps for each SM of an H200
+MIN_COLUMNS, IN_REGISTERS = 32, 2048  # of a merge that shares out columns: the fewest, and numbers that a warp reads at once
 
 
 class PagedTiles(NamedTuple):
@@ -132,6 +134,17 @@ def _of_many_rows(wanted: int, D: int, block_n: int, causal: bool, waves: float,
 
 
 @lru_cache
+def single_query_tiles(group: int, D: int, itemsize: int, waves: float, max_keys: int) -> PagedTiles | None:
+    """Tiles of single_query_triton.py.  group: query heads of a kv head; the other names are those of `paged_tiles`.
+
+    None: the kernel was measured to lose there (D of 64: the small product in front lets it start too late), or not at all.
+    """
+    if D != 128 or group > 16 or waves > 0.1 or max_keys > SHORT:
+        return None
+    return PagedTiles(16, 64 if itemsize == 2 else 32, 4, 2, min_split_keys=64)
+
+
+@lru_cache
 def splits_for(programs_per_split: int, max_keys: int, min_split_keys: int, programs: int) -> int:
     """The number of splits that fills the GPU, with at least `min_split_keys` keys a split; of those that fill it
     about equally, the fewest.
@@ -156,16 +169,29 @@ def splits_for(programs_per_split: int, max_keys: int, min_split_keys: int, prog
     return next(splits for splits in candidates if fill(splits) >= 0.95 * best)
 
 
-def chunk_for(splits: int, group_elements: int) -> int:
-    """How many split states the merge kernel reads at once: as many as fit in one warp's registers.
+class MergeTiles(NamedTuple):
+    """What one program of the merge kernel works on: columns of the values, and how many splits' states it reads at once."""
 
-    group_elements: padded heads of a group x padded head dim.  Few splits mean many queries, and with fewer registers more
-    programs run at once: two states then, unless more take no more room than two of four heads of 128.
+    columns: int
+    chunk: int
+
+
+@lru_cache
+def merge_tiles(programs: int, splits: int, group: int, E: int) -> MergeTiles:
+    """Tiles for a merge by one warp.
+
+    programs: queries x groups of heads.  group: padded heads of a group.  E: value dim.
+    Each chunk is a round trip to L2.  So where the GPU has room, queries share out their columns until a program reads all
+    splits at once, or as many as a warp's registers hold.  Few splits mean many queries, and with fewer registers more programs
+    run at once: two states then, unless more take no more room than two of four heads of 128.
     """
-    if splits <= 1:
-        return 1
-    max_chunk = max(2, 1024 // group_elements) if splits <= FEW_SPLITS else 8
-    return max(1, min(8, max_chunk, 4096 // group_elements))
+    columns, whole = padded(E), padded(E)
+    if splits <= FEW_SPLITS or programs > MERGING:
+        max_chunk = max(2, 1024 // (group * whole)) if splits <= FEW_SPLITS else 8
+        return MergeTiles(whole, max(1, min(8, max_chunk, 4096 // (group * whole), triton.next_power_of_2(max(1, splits)))))
+    while splits * group * columns > IN_REGISTERS and columns > MIN_COLUMNS and 2 * programs * whole // columns <= MERGING:
+        columns //= 2
+    return MergeTiles(columns, max(1, min(triton.next_power_of_2(splits), IN_REGISTERS // (group * columns))))
 
 
 @lru_cache

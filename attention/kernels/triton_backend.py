@@ -21,11 +21,21 @@ from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.caches.int8_keys import Int8KeysView
 from specdec.attention.caches.latent_view import LatentView
 from specdec.attention.caches.layout import CachedHeads, HeadsView, KVView
-from specdec.attention.kernels.hopper_tiles import hopper_tiles
+from specdec.attention.kernels.hopper_tiles import hopper_tiles, is_measured
 from specdec.attention.kernels.paged_triton import paged_attention_kernel
 from specdec.attention.kernels.rope_store_triton import StoredView, launch_rope, launch_rope_store
+from specdec.attention.kernels.single_query_triton import launch_single_query, reads_own_key_last
 from specdec.attention.kernels.suffix_triton import suffix_merge_kernel
-from specdec.attention.kernels.tiles_triton import PagedTiles, chunk_for, padded, paged_tiles, programs_at_once, splits_for
+from specdec.attention.kernels.tiles_triton import (
+    MergeTiles,
+    PagedTiles,
+    merge_tiles,
+    padded,
+    paged_tiles,
+    programs_at_once,
+    single_query_tiles,
+    splits_for,
+)
 from specdec.attention.kernels.triton_plan import TritonPlan
 from specdec.attention.kinds import PLAIN, Scoring
 from specdec.attention.latent.mla_launch import attend_latent, merge_suffix
@@ -57,6 +67,27 @@ class TritonBackend(Backend):
     def store(self, view: HeadsView, qkv_TXD: Tensor, slots_T: Tensor, prep: HeadPrep) -> Tensor:
         assert isinstance(view, StoredView)
         return launch_rope_store(qkv_TXD, view, slots_T, prep, self.numerics)
+
+    def store_and_attend(
+        self, view: HeadsView, qkv_TXD: Tensor, slots_T: Tensor, prep: HeadPrep, prepared: TritonPlan, scoring: Scoring = PLAIN
+    ) -> AttentionState | None:
+        (T, X, D), K, paged = qkv_TXD.shape, prep.num_kv_heads, prepared.segments
+        if not T or prepared.suffix is not None or len(paged) != 1 or not isinstance(view, MHAView) or qkv_TXD.stride(2) != 1:
+            return None
+        (segment,), q_THD, device = paged, qkv_TXD[:, : X - 2 * K], qkv_TXD.device
+        measured = is_measured(device) if self.hopper is None else self.hopper
+        if not (measured and reads_own_key_last(segment)) or scoring.slopes_H is not None:
+            return None
+        programs = self.programs or programs_at_once(device)
+        tiles = single_query_tiles((X - 2 * K) // K, D, qkv_TXD.itemsize, T * K / programs, segment.max_keys)
+        if tiles is None or not self.partial_splits(q_THD, view, segment, scoring):  # a library reads the segment
+            return None
+        splits = splits_for(T * K, segment.max_keys, tiles.min_split_keys, programs)
+        state = AttentionState.empty(q_THD.shape, q_THD.dtype, device)
+        partial = prepared.scratch(T, X - 2 * K, splits, D, device)
+        launch_single_query(qkv_TXD, view, slots_T, prep, segment, scoring, *partial, tiles)
+        launch_suffix_merge(q_THD, view, None, scoring, partial, None, state, True, scoring.sinks_H)
+        return state
 
     def rotate(self, q_TQD: Tensor, prep: HeadPrep) -> Tensor:
         return launch_rope(q_TQD, prep, self.numerics)
@@ -250,6 +281,7 @@ def launch_suffix_merge(
     state: AttentionState,
     left_filled: bool,
     sinks_H: Tensor | None = None,
+    tiles: MergeTiles | None = None,
 ) -> None:
     """Launches the kernel that reads the suffix, if there is one, and merges all states into `state`.
 
@@ -257,26 +289,27 @@ def launch_suffix_merge(
     left_filled: True if a query's empty splits come last.
     whole: one more state, [T, H, E] with any strides, or None.
     sinks_H: sinks that `state` then holds, float32, or None.
+    tiles: other ones than `merge_tiles`.
     """
     (T, H, D), (k, v), splits = q_THD.shape, view.heads, partial.lse_TH.shape[2]
     K, E = k.shape[1], v.shape[2]
     groups = K if suffix else H  # a merge alone shares no keys between heads: one program a head
     padded_group = triton.next_power_of_2(H // groups)
+    columns, chunk = tiles or merge_tiles(T * groups, splits, padded_group, E)
     table, lens = (suffix.pages.table, suffix.cache_seqlens) if suffix else (partial.lse_TH, partial.lse_TH)
     starts_T, positions_T = (suffix.starts_T, positions_for(scoring, suffix)) if suffix else (None, None)
     out, lse = whole or state
     assert out.stride(2) == 1 and table.stride(-1) == 1 and (sinks_H is None or sinks_H.is_contiguous())
     # One warp a program: reductions then need no barrier, and many programs fit an SM.
-    suffix_merge_kernel[(T, groups)](
+    suffix_merge_kernel[(T, groups, padded(E) // columns)](
         q_THD, k, view.scales, table, lens, lens if starts_T is None else starts_T,
         *((lens, lse) if positions_T is None else (positions_T, scoring.slopes_H)), lse if sinks_H is None else sinks_H,
         partial.out_THD, partial.lse_TH, out, lse, state.out_THD, state.lse_TH,
         *factors(scoring, D), *q_THD.stride()[:2], *strides_of(k, v), table.stride(0), splits,
         *out.stride()[:2], *lse.stride(),
         KV_HEADS=groups, GROUP=H // groups, PADDED_GROUP=padded_group, HEAD_DIM=k.shape[2],
-        PADDED_DIM=padded(k.shape[2]), VALUE_DIM=E, PADDED_VALUE=padded(E),
-        KEY_PARTS=k.shape[2] // D, BLOCK_N=16,
-        CHUNK=chunk_for(splits, padded_group * padded(E)), HAS_SUFFIX=suffix is not None, HAS_SINKS=sinks_H is not None,
+        PADDED_DIM=padded(k.shape[2]), VALUE_DIM=E, COLUMNS=columns,
+        KEY_PARTS=k.shape[2] // D, BLOCK_N=16, CHUNK=chunk, HAS_SUFFIX=suffix is not None, HAS_SINKS=sinks_H is not None,
         HAS_STARTS=starts_T is not None, ALIBI=alibi_of(scoring) if suffix else "", SOFTCAP=scoring.softcap is not None,
         QUANT=view.quant if suffix else "", INT8_QUERIES=suffix is not None and view.int8_queries,
         HAS_WHOLE=whole is not None, LEFT_FILLED=left_filled,

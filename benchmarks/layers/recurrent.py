@@ -7,8 +7,8 @@
 Qwen3.5-27B's widths: 16 key and 48 value heads of 128, bf16, states in float32.  Times are medians of replays of CUDA graphs of
 CALLS layers, each with states of its own, so that none lies in the L2 cache.  The limit is the time to move at 4.48 TB/s one
 read and one write of each row's state, the nodes' inputs and outputs, what PENDING of the nodes before have left, and what the
-nodes leave.  --all tries other tiles: choose `tree_tiles` (specdec/ops/recurrent/trees/rule_triton.py), `chunk_tiles`
-(chunks/launch.py) and ONE, CHAIN, TREE, CHUNK (conv_triton.py) from them.
+nodes leave.  --all tries other tiles: choose `tree_tiles` (specdec/ops/recurrent/trees/rule_triton.py), `hopper_tiles`
+(hopper_tiles.py beside it), `chunk_tiles` (chunks/launch.py) and ONE, CHAIN, TREE, CHUNK (conv_triton.py) from them.
 
 Shapes: B rows, N nodes.
 """
@@ -34,6 +34,7 @@ from specdec.ops.recurrent.conv_triton import ConvTiles, launch_chunk_convolutio
 from specdec.ops.recurrent.gated_delta import Gates
 from specdec.ops.recurrent.gates.gated_norm import gated_norm
 from specdec.ops.recurrent.states import ChunkSteps, ConvStates, LayerStates, RuleStates, TreeSteps
+from specdec.ops.recurrent.trees.hopper_tiles import HopperTiles, hopper_tiles, takes
 from specdec.ops.recurrent.trees.rule_triton import RuleTiles, launch_tree_rule, tree_tiles
 
 BANDWIDTH = 4.48e12  # of an H200, as rounds/round_8b.py has it
@@ -60,6 +61,10 @@ MANY_TILES = [
         (32, 128, 4, 4, 3),
     )
 ]  # fmt: skip
+HOPPER_TILES = [HopperTiles(*each) for each in (
+    (4, 0, 0, 1), (4, 0, 0, 4), (4, 0, 1, 1), (4, 168, 1, 1), (4, 168, 2, 4), (4, 128, 1, 1), (8, 0, 0, 4), (8, 0, 1, 1),
+    (8, 128, 1, 1),
+)]  # fmt: skip
 CHUNK_TILES = [ChunkTiles(*each) for each in (
     (64, 64, 4, 3, 8), (64, 64, 4, 2, 4), (64, 128, 8, 2, 4), (64, 128, 8, 3, 4), (64, 32, 8, 2, 4), (32, 64, 4, 3, 4),
     (32, 64, 4, 5, 4), (32, 128, 8, 3, 8),
@@ -133,7 +138,7 @@ def measure_tree(B: int, N: int, every: bool) -> dict[str, Any]:
     world, steps = World(2 + 2 * B, N if N > 8 else 8, B * N), tree_of(B, N)
     y, out = torch.empty_like(world.x), torch.empty_like(world.z)
 
-    def rule(call: int, tiles: RuleTiles | None) -> torch.Tensor:
+    def rule(call: int, tiles: RuleTiles | HopperTiles | None) -> torch.Tensor:
         return launch_tree_rule(y, world.gates, world.layers[call].rule, steps, tiles=tiles)
 
     def whole(call: int) -> None:
@@ -142,14 +147,16 @@ def measure_tree(B: int, N: int, every: bool) -> dict[str, Any]:
 
     y.copy_(tree_convolution(world.x, world.conv, world.layers[0].conv, steps))
     layers, conv = world.layers, world.conv
+    on_hopper = takes(y, layers[0].rule, N)
+    own_tiles = hopper_tiles(B, N, H, WIDTH) if on_hopper else tree_tiles(B, N, H)
     row = {
-        "rows": B, "nodes": N, "limit": limit_us(B, N), "tiles": tree_tiles(B, N, H), "layer": time_calls(whole),
+        "rows": B, "nodes": N, "limit": limit_us(B, N), "tiles": own_tiles, "layer": time_calls(whole),
         "convolution": time_calls(lambda call: tree_convolution(world.x, conv, layers[call].conv, steps)),
         "rule": time_calls(lambda call: rule(call, None)),
         "norm": time_calls(lambda _: gated_norm(out, world.z, world.norm, 1e-6)),
     }  # fmt: skip
-    tried = {}
-    for tiles in (STEP_TILES if N == 1 else FEW_TILES if N <= 8 else MANY_TILES) if every else ():
+    tried, all_tiles = {}, STEP_TILES if N == 1 else FEW_TILES if N <= 8 else MANY_TILES
+    for tiles in [*all_tiles, *(HOPPER_TILES if on_hopper else ())] if every else ():
         with suppress(OutOfResources):
             tried[str(tuple(tiles))] = time_calls(lambda call: rule(call, tiles))  # noqa: B023
     for own in CONV_TILES[min(N, 6)] if every else ():

@@ -28,7 +28,10 @@ from specdec.bench.budget import (
 PATTERNS = (  # the first pattern that occurs in a kernel's short name says its kind
     (EXCHANGE, r"nccl|^(flat|few_rows|many_rows|all_to_all_states)_kernel"),
     (COPY, r"memcpy|memset"),
-    (RECURRENT, r"_rule|convolution|gated_norm|^(tree_nodes|chunk_prepare|chunk_scan|state_numbers|commit_states)_kernel"),
+    (
+        RECURRENT,
+        r"_rule|convolution|gated_norm|^ssd_|^(tree_nodes|chunk_prepare|chunk_scan|state_numbers|commit_states|kimi_\w+)_kernel",
+    ),
     (NORM, r"norm|rope|rotate|silu|output_gate"),
     (
         ATTENTION,

@@ -16,6 +16,8 @@ from torch import Tensor
 from specdec.ops.launch import chained
 from specdec.ops.products.partials import Partials
 
+MANY = tl.constexpr(4)  # threshold in partials: of more, the compiler would let a few loads at a time wait for sums
+
 
 @triton.jit(do_not_specialize=["rows"])
 def add_rms_norm_kernel(
@@ -38,6 +40,7 @@ def add_rms_norm_kernel(
     EMBEDS: tl.constexpr,
     HAS_DELTA: tl.constexpr,
     PARTIALS: tl.constexpr,
+    PADDED_PARTIALS: tl.constexpr,
     HAS_BELOW: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -59,9 +62,15 @@ def add_rms_norm_kernel(
         source = tl.load(ids + row)
     value = tl.load(x + source * stride_x + h, mask=ok, other=0.0)
     if HAS_DELTA:
-        added = tl.load(delta + row * stride_delta + h, mask=ok, other=0.0)
-        for s in tl.static_range(1, PARTIALS):
-            added += tl.load(delta + s * stride_partial + row * stride_delta + h, mask=ok, other=0.0)
+        at = delta + row * stride_delta
+        if PARTIALS <= MANY:
+            added = tl.load(at + h, mask=ok, other=0.0)
+            for s in tl.static_range(1, PARTIALS):
+                added += tl.load(at + s * stride_partial + h, mask=ok, other=0.0)
+        else:
+            s = tl.arange(0, PADDED_PARTIALS)
+            ok_SH = (s < PARTIALS)[:, None] & ok[None, :]
+            added = tl.sum(tl.load(at + s[:, None] * stride_partial + h[None, :], mask=ok_SH, other=0.0), 0)
         value = (value.to(tl.float32) + added.to(value.dtype).to(tl.float32)).to(value.dtype)
     if HAS_DELTA or EMBEDS:
         tl.store(total + row * stride_total + h, value, mask=ok)
@@ -201,7 +210,8 @@ def launch_add_rms_norm(
             x_TH if ids_T is None else ids_T, x_TH, delta_TH, weight_H, below, total_TH, normed, T,
             x_TH.stride(0), delta_TH.stride(0), stride_partial, below.stride(0), total_TH.stride(0), eps,
             SIZE=H, PADDED=triton.next_power_of_2(H), EMBEDS=ids_T is not None, HAS_DELTA=delta is not None,
-            PARTIALS=len(sums_SMN), HAS_BELOW=below_CH is not None, num_warps=_warps(H), **chained(x.device),
+            PARTIALS=len(sums_SMN), PADDED_PARTIALS=triton.next_power_of_2(len(sums_SMN)), HAS_BELOW=below_CH is not None,
+            num_warps=_warps(H, len(sums_SMN)), **chained(x.device),
         )  # fmt: skip
     return total, normed
 
@@ -227,6 +237,9 @@ def _rows(x: Tensor) -> Tensor:
     return x_TH if x_TH.stride(1) == 1 else x_TH.contiguous()
 
 
-def _warps(H: int) -> int:
-    """Enough warps that a thread loads sixteen bytes at a time, where the row is long enough for that."""
-    return max(1, min(16, triton.next_power_of_2(H) // 256))
+def _warps(H: int, partials: int = 1) -> int:
+    """Enough warps that a thread loads sixteen bytes at a time, where the row is long enough for that.
+
+    Of many partials more: a thread has few loads in flight, and one program reads them all.
+    """
+    return 32 if partials > MANY.value and H >= 1024 else max(1, min(16, triton.next_power_of_2(H) // 256))

@@ -50,7 +50,10 @@ def test_findings_are_told_by_kernel() -> None:
     found = findings(PRINTED, ROOT)
     assert found.open == {
         "linear_kernel": {"Invalid __global__ read of size N bytes": 2},
-        "scan_kernel": {"Error: Race reported between Write access at scan_kernel+N in topk_triton.py:99": 1},
+        "scan_kernel": {
+            "Error: Race reported between Write access at scan_kernel+N in topk_triton.py:99 "
+            "and Read access at scan_kernel+N in topk_triton.py:101 [N hazards]": 1
+        },
         "": {'Program hit cudaErrorInvalidValue (error N) due to "invalid argument" on CUDA API call to cudaMemcpy.': 1},
     }
     assert not found.explained
@@ -90,11 +93,12 @@ def test_only_kernels_whose_warps_have_jobs_are_told_jobs(tmp_path: Path) -> Non
     assert findings(RACE.format(2, 2), tmp_path).open
 
 
-@pytest.mark.parametrize("kernel", ["gated_hopper", "warp_hopper", "warpgroup_hopper"])
+@pytest.mark.parametrize("kernel", ["gated_hopper", "warp_hopper", "warpgroup_hopper", "step_triton"])
 def test_lines_that_explain_races_are_lines_of_kernels(kernel: str) -> None:
     """Keeps out: reasons that outlive the code that they are about."""
     text = "".join(path.read_text() for path in (ROOT / "specdec" / "ops").rglob(f"{kernel}.py"))
-    jobs, *others = REASONS
-    wanted = jobs.one.split("|")[: 3 if kernel == "warpgroup_hopper" else 2]
-    wanted += [line for reason in others for line in (reason.one, reason.other) if kernel == "warpgroup_hopper"]
-    assert jobs.within in text and all(re.search(rf"^ *(?:{line})$", text, re.MULTILINE) for line in wanted)
+    jobs, sums, alike = REASONS
+    lines = jobs.one.split("|")
+    wanted = {"step_triton": [alike.one, alike.other], "warpgroup_hopper": [*lines[:3], sums.one, sums.other]}
+    assert (alike if kernel == "step_triton" else jobs).within in text
+    assert all(re.search(rf"^ *(?:{line})$", text, re.MULTILINE) for line in wanted.get(kernel, lines[:2]))

@@ -20,7 +20,7 @@ from specdec.models.recurrent.kimi_delta import KimiDeltaInputs
 from specdec.models.recurrent.layer import RecurrentLayer
 from specdec.ops.products.partials import Partials
 from specdec.ops.recurrent.conv import Convolution
-from specdec.ops.recurrent.gates.gated_norm import sigmoid_gated_norm
+from specdec.ops.recurrent.gates.gated_norm import KIMI, gated_norm
 from specdec.ops.recurrent.kimi_delta import KimiGates
 from specdec.ops.rope import Rotation
 from specdec.ops.rows import select_rows
@@ -64,7 +64,7 @@ class KimiDeltaAttention(RecurrentLayer):
         gates = KimiGates(self.f_b_proj(a_TE), b_TH, self.A_log_H, self.dt_bias_C)
         out_RHE = attn(layer, KimiDeltaInputs(x_TX, Convolution(self.conv_ZC), gates), rows_R)
         z_RC = self.g_b_proj(short_TE if rows_R is None else select_rows(short_TE, rows_R))
-        normed_RHE = sigmoid_gated_norm(out_RHE, z_RC.unflatten(1, (H, E)), self.norm_E, self.eps)
+        normed_RHE = gated_norm(out_RHE, z_RC.unflatten(1, (H, E)), self.norm_E, self.eps, KIMI)
         return self.o_proj(normed_RHE.flatten(1), partials=True)
 
 

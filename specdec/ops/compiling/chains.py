@@ -90,8 +90,8 @@ GROUPS = (
     KernelGroup(
         "late",
         "The merge after attention reads queries, and the suffix's keys, table and lengths, before its wait. Of the cache "
-        "itself only paged_hopper's producer reads before its wait, and only pages that earlier passes have filled: not those "
-        "with keys that this layer may have just stored (`Segment.fresh`). latent_attention asks L2 for "
+        "itself only paged_hopper's producer and single_query_attention read before their waits, and only keys of earlier "
+        "passes: not those that this layer may have just stored (`Segment.fresh`). latent_attention asks L2 for "
         "slots, fresh ones too, and reads nothing of them; L2 is where the store in front writes.",
         "",
         {
@@ -99,6 +99,7 @@ GROUPS = (
             "kv_blocks": "cache_seqlens cu_seqlens_q page_table starts",
             "paged_hopper": "cache_seqlens cu_seqlens_q kv_tiles page_table starts",
             "paged_attention": "cache_seqlens cu_seqlens_q page_table starts",
+            "single_query_attention": "cache_seqlens kv norm page_table positions slots starts table",
             "latent_hopper": "cache_seqlens cu_seqlens_q",
             "latent_attention": "cache_seqlens cu_seqlens_q latent page_table rope starts",
         },
@@ -146,20 +147,28 @@ GROUPS = (
         "The gated delta rule comes after the convolution, and reads the numbers, parents and accepted nodes of the round, and "
         "what the round before left, before its wait. So does the convolution, after a product, which triggers late too.",
         "",
-        {"chunk_convolution": "weight", "tree_convolution": "conv count left path read weight"},
+        {"chunk_convolution": "bias weight", "tree_convolution": "bias conv count left path read weight"},
     ),
     KernelGroup(
         "late",
         "The convolution in front triggers late, so what stood before it is complete; states and what nodes left were written "
         "a round ago, under other numbers than those that tree_nodes writes in front of tree_rule. What comes next waits for a "
-        "complete convolution, too, and chunk_scan for what chunk_prepare leaves.",
-        "",
+        "complete convolution, too, and chunk_scan for what chunk_prepare leaves; so it is with Mamba-2's rule and Kimi's.",
+        "ssd_prepare ssd_scan",
         {
+            "ssd_step": "count decay_left k_left path read state u_left",
+            "ssd_tree": "count decay_left k_left parents path read state u_left",
             "chunk_prepare": "",
             "chunk_scan": "",
             "tree_nodes": "parents",
+            "kimi_nodes": "parents",
+            "kimi_prepare": "",
+            "kimi_rule": "count decay_left k_left path read state u_left",
+            "kimi_scan": "",
+            "kimi_step": "count decay_left k_left path read state u_left",
             "step_rule": "count decay_left k_left path read state u_left",
             "tree_rule": "count decay_left k_left path read state u_left",
+            "tree_rule_hopper": "A_log count decay_left dt_bias k_left parents path read state u_left",
         },
     ),
     KernelGroup(

@@ -1,7 +1,7 @@
 """Kimi's delta rule (KDA, arXiv 2510.26692): over trees, over parts of prompts, over whole rows.
 
 The rule of rule.py as the gated delta rule has it, but that each channel of a head's keys has a decay of its own.  Every head
-has queries, keys and values.
+has queries, keys and values.  On a GPU each pass over trees is one or two launches, and each over parts two, of kimi/launch.py.
 
 Shapes: as of states.py, with G = H.
 """
@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specdec.ops.launch import use_kernels
 from specdec.ops.recurrent.gated_delta import unit
 from specdec.ops.recurrent.rule import RuleInputs, over_parts, over_rows, over_trees
 from specdec.ops.recurrent.states import ChunkSteps, RuleStates, TreeSteps
@@ -50,12 +51,20 @@ def read_tokens(y_BNC: Tensor, gates: KimiGates, dtype: torch.dtype) -> RuleInpu
 
 def tree_outputs(y_TC: Tensor, gates: KimiGates, memory: RuleStates, steps: TreeSteps) -> Tensor:
     """[T, H, V]: each node's output, in y's dtype; see `over_trees`."""
+    if use_kernels(y_TC):
+        from specdec.ops.recurrent.kimi.launch import launch_kimi_trees
+
+        return launch_kimi_trees(y_TC, gates, memory, steps)
     tokens = read_tokens(y_TC.view(*steps.parents_BN.shape, -1), gates, memory.state_PHKV.dtype)
     return over_trees(tokens, memory, steps).flatten(0, 1).to(y_TC.dtype)
 
 
 def chunk_outputs(y_TC: Tensor, gates: KimiGates, memory: RuleStates, steps: ChunkSteps) -> Tensor:
     """[T, H, V]: each token's output, in y's dtype; see `over_parts`."""
+    if use_kernels(y_TC):
+        from specdec.ops.recurrent.kimi.launch import launch_kimi_parts
+
+        return launch_kimi_parts(y_TC, gates, memory, steps)
     return over_parts(read_tokens(y_TC[None], gates, memory.state_PHKV.dtype), memory, steps).to(y_TC.dtype)
 
 

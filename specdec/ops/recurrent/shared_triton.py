@@ -18,18 +18,23 @@ PRECISION = "tf32x3"
 
 
 @triton.jit
-def log_decays(a_N, A_log, dt_bias):
-    """Of values a of one head, whose weights the other two point at: -exp(A_log) * softplus(a + dt_bias)."""
-    x_N = a_N.to(tl.float32) + tl.load(dt_bias).to(tl.float32)
+def softplus(x_N):
+    """log(1 + exp(x)) of float32 numbers."""
     small_N = tl.exp(-tl.abs(x_N))
     sum_N = 1.0 + small_N
     # log(1 + small): the rounding of the sum is taken back, by which small numbers would be lost.
     log_N = tl.where(sum_N == 1.0, small_N, tl.log(sum_N) * (small_N / tl.where(sum_N == 1.0, 1.0, sum_N - 1.0)))
-    return -tl.exp(tl.load(A_log).to(tl.float32)) * (tl.maximum(x_N, 0.0) + log_N)
+    return tl.maximum(x_N, 0.0) + log_N
 
 
 @triton.jit
-def strengths(b_N, MOST: tl.constexpr):
+def log_decays(a_N, A_log, dt_bias):
+    """Of values a of one head, whose weights the other two are: -exp(A_log) * softplus(a + dt_bias)."""
+    return -tl.exp(A_log.to(tl.float32)) * softplus(a_N.to(tl.float32) + dt_bias.to(tl.float32))
+
+
+@triton.jit
+def strengths(b_N, MOST: tl.constexpr = 1.0):
     """Between 0 and MOST; the sigmoid is rounded to b's dtype."""
     return tl.sigmoid(b_N.to(tl.float32)).to(b_N.dtype).to(tl.float32) * MOST
 
@@ -44,6 +49,18 @@ def multiplied(x_NK, w_KV, sums_NV, PRECISION: tl.constexpr):
         sums_NV = tl.dot(x_NK, w_KV - high_KV, sums_NV, input_precision="tf32")
         return tl.dot(x_NK, high_KV, sums_NV, input_precision="tf32")
     return tl.dot(x_NK, w_KV, sums_NV, input_precision=PRECISION)
+
+
+@triton.jit
+def weighted(w_NM, x_MV, sums_NV, PRECISION: tl.constexpr):
+    """sums + w x.  w: float32; x: in the model's dtype."""
+    is_short: tl.constexpr = x_MV.dtype.primitive_bitwidth == 16
+    x_MV = x_MV.to(tl.float32)
+    if is_short and PRECISION == "tf32x3":
+        high_NM = (w_NM.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)  # the bits that tf32 has
+        sums_NV = tl.dot(w_NM - high_NM, x_MV, sums_NV, input_precision="tf32")
+        return tl.dot(high_NM, x_MV, sums_NV, input_precision="tf32")
+    return tl.dot(w_NM, x_MV, sums_NV, input_precision=PRECISION)
 
 
 @triton.jit

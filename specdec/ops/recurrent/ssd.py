@@ -3,6 +3,8 @@
 The rule of rule.py with a number of decay a head and u = v.  In Mamba-2's words: queries are C, keys B, a key head is a group,
 a key's width is the state's size, and a value is dt x.  A head's output has D x besides.
 
+On a GPU each pass over trees is one launch of mamba/ssd_tree_triton.py, and each over parts two of mamba/launch.py.
+
 Shapes: as of states.py.
 """
 
@@ -14,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specdec.ops.launch import use_kernels
 from specdec.ops.recurrent.rule import RuleInputs, over_parts, over_rows, over_trees
 from specdec.ops.recurrent.states import ChunkSteps, RuleStates, TreeSteps
 
@@ -44,12 +47,20 @@ def read_tokens(y_BNC: Tensor, gates: SsdGates, groups: int, state_size: int, dt
 
 def tree_outputs(y_TC: Tensor, gates: SsdGates, memory: RuleStates, steps: TreeSteps) -> Tensor:
     """[T, H, V]: each node's output, in y's dtype; see `over_trees`."""
+    if use_kernels(y_TC):
+        from specdec.ops.recurrent.mamba.ssd_tree_triton import launch_ssd_tree
+
+        return launch_ssd_tree(y_TC, gates, memory, steps)
     tokens, more_BNHV = read_tokens(y_TC.view(*steps.parents_BN.shape, -1), gates, *_sizes(memory))
     return (over_trees(tokens, memory, steps) + more_BNHV).flatten(0, 1).to(y_TC.dtype)
 
 
 def chunk_outputs(y_TC: Tensor, gates: SsdGates, memory: RuleStates, steps: ChunkSteps) -> Tensor:
     """[T, H, V]: each token's output, in y's dtype; see `over_parts`."""
+    if use_kernels(y_TC):
+        from specdec.ops.recurrent.mamba.launch import launch_ssd_parts
+
+        return launch_ssd_parts(y_TC, gates, memory, steps)
     tokens, more_1THV = read_tokens(y_TC[None], gates, *_sizes(memory))
     return (over_parts(tokens, memory, steps) + more_1THV[0]).to(y_TC.dtype)
 

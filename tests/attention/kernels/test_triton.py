@@ -19,12 +19,14 @@ from torch import Tensor
 
 from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.kernels import triton_backend
-from specdec.attention.kernels.tiles_triton import padded, paged_tiles, splits_for
+from specdec.attention.kernels.tiles_triton import MERGING, MergeTiles, merge_tiles, padded, paged_tiles, splits_for
 from specdec.attention.kernels.triton_backend import TritonBackend, launch_paged, launch_suffix_merge
+from specdec.attention.kinds import PLAIN
 from specdec.attention.pages import PageTable
 from specdec.attention.plan import causal_segment, prefix_segment
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.attention.shared import SharedPrefix, split_shared
+from specdec.attention.state import AttentionState, merge_all
 from specdec.ops.rope import HeadPrep, Rotation
 
 NAN = float("nan")
@@ -115,6 +117,38 @@ def test_any_number_of_splits_gives_the_same(programs: int, with_suffix: bool) -
     q_THD = rand(6, H, D, seed=9)
     out_THD = attend(q_THD, view, prefix, suffix=suffix, programs=programs)
     check(out_THD, q_THD, view, AttentionPlan((prefix,), suffix=suffix))
+
+
+@pytest.mark.parametrize("with_suffix", [False, True])
+def test_programs_of_a_merge_share_out_columns(with_suffix: bool) -> None:
+    """Keeps out: columns of values that two programs write or none, and more splits than a program reads at once."""
+    view, T, S = scattered([20], seed=7)[1], 6, 11
+    suffix = suffix_rows(view, [3, 1, 0, 2, 0, 9], seed=8) if with_suffix else None
+    q_THD, partial = rand(T, H, D, seed=9), AttentionState(rand(T, H, S, D, seed=10), rand(T, H, S, seed=11))
+    partial.lse_TH[1:, :, 4:] = partial.lse_TH[2] = -torch.inf
+    partial.out_THD[partial.lse_TH == -torch.inf] = NAN
+    states = [
+        AttentionState(out.where(lse[..., None] > -torch.inf, 0.0), lse) for out, lse in zip(*(x.unbind(2) for x in partial))
+    ]
+    want = merge_all([*states, ReferenceBackend().run(q_THD, view, suffix)] if suffix else states)
+    for tiles in (MergeTiles(16, 2), MergeTiles(16, 16), MergeTiles(32, 4)):
+        state = AttentionState.empty((T, H, D), torch.float32, DEVICE)
+        launch_suffix_merge(q_THD, view, suffix, PLAIN, partial, None, state, True, None, tiles)
+        torch.testing.assert_close(state.out_THD, want.out_THD, atol=2e-5, rtol=2e-5)
+        torch.testing.assert_close(state.lse_TH, want.lse_TH, atol=2e-5, rtol=2e-5)
+
+
+def test_tiles_of_a_merge_fit_a_warp() -> None:
+    """Keeps out: registers that spill, columns that no program has, and more programs than the GPU runs at once."""
+    for programs, splits, group, E in itertools.product(
+        (1, 9, 64, 300, 5000), (0, 1, 3, 17, 33, 128), (1, 4, 8, 16), (16, 64, 128, 576)
+    ):
+        columns, chunk = merge_tiles(programs, splits, group, E)
+        shared_out = padded(E) // columns
+        assert padded(E) % columns == 0 and (columns >= 32 or shared_out == 1) and chunk & (chunk - 1) == 0
+        assert chunk == 1 or chunk == 2 or chunk * group * columns <= 4096
+        assert shared_out == 1 or programs * shared_out <= MERGING
+    assert merge_tiles(32, 33, 1, 128) == MergeTiles(32, 64), "a query's splits are read at once"
 
 
 def test_suffix_wider_than_a_chunk() -> None:

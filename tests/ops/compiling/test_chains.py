@@ -19,7 +19,7 @@ NEVER_WRITTEN = {  # by kernels: arguments that may be read through L1 before a 
     "few_rows": "table weight",
     "many_rows": "table weight",
     "chain_step": "w2",
-    "chunk_convolution": "weight",
+    "chunk_convolution": "bias weight",
     "corrected_logits": "w2",
     "gated_norm": "weight",
     "fill_pairs": "mask",  # a row of the drafter's weights
@@ -27,7 +27,8 @@ NEVER_WRITTEN = {  # by kernels: arguments that may be read through L1 before a 
     "quantised_warp": WORDS,
     "quantised_warpgroup": WORDS,
     "router": "bias correction weight",
-    "rope_store": "table",  # rotations, also in the next two
+    "rope_store": "table",  # rotations, also in the next three
+    "single_query_attention": "norm table",
     "store_index": "table",
     "store_latent": "table",
     "scan": "offsets",  # from a drafter's token ids to the target's
@@ -35,7 +36,8 @@ NEVER_WRITTEN = {  # by kernels: arguments that may be read through L1 before a 
     "subtract": "factor norm",
     "suffix_merge": "scales sinks slopes",  # scales of fp8 heads; those of int8 tokens come from L2
     "take_columns": "order",
-    "tree_convolution": "weight",
+    "tree_convolution": "bias weight",
+    "tree_rule_hopper": "A_log dt_bias",
 }
 
 

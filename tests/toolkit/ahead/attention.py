@@ -72,6 +72,15 @@ def attend(
             PagedAttention(backend, cache, PassTables(plan, ids(T)))(0, make(T), scoring=scoring)
 
 
+def single_queries(backend: TritonBackend, make: Callable[[int], LayerInputs]) -> None:
+    """A plain step over few keys, of layers that read all of them or a window."""
+    cache = KVCache(HeadsLayout(8, 128, torch.bfloat16), (FULL, LayerKind(window=1024)), 1 << 12, device=here())
+    plan = AttentionPlan((causal_segment(PageTable(counts(1, 128), PAGE), counts(1), 1, "queries"),), ids(1))
+    tables = PassTables(plan, ids(1))
+    for layer, scoring in enumerate((PLAIN, Scoring(softcap=50.0, sinks_H=floats(32)))):
+        PagedAttention(backend, cache, *[tables] * len(cache.group_numbers))(layer, make(1), scoring=scoring)
+
+
 def heads_attention() -> None:
     """Heads of many widths, in 16 bits and in 8, with and without windows, softcaps, sinks and slopes."""
     triton = TritonBackend()
@@ -107,6 +116,7 @@ def heads_attention() -> None:
         return DifferentialInputs(halves(T, 64, 128), HeadPrep(rotation(128, T), 16), Difference(floats(1)[0], 0.2, 1e-5))
 
     attend(triton, HeadsLayout(8, 128, torch.bfloat16), FULL, normed)
+    single_queries(triton, normed)
     attend(triton, SplitLayout(16, 192, 128, torch.bfloat16), FULL, of_two_widths)
 
     def weighed(T: int) -> LayerInputs:

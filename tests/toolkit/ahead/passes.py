@@ -19,6 +19,8 @@ PASSES: tuple[Callable[[], None], ...] = (
     products.many_tokens,
     products.norms_and_rows,
     recurrent.recurrent_layers,
+    recurrent.mamba_layers,
+    recurrent.kimi_layers,
     attention.heads_attention,
     attention.latent_attention,
     attention.sparse_attention,

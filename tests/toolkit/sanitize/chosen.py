@@ -10,6 +10,8 @@ from toolkit.sanitize.explained import ROOMS
 
 ROUTED = "tests/ops/products/experts/test_routed.py"
 RULE = "tests/ops/recurrent/test_rule_triton.py"
+SSD = "tests/ops/recurrent/test_ssd_triton.py"
+KIMI = "tests/ops/recurrent/test_kimi_triton.py"
 
 CHOSEN: dict[str, list[str]] = {
     # ops
@@ -86,8 +88,23 @@ CHOSEN: dict[str, list[str]] = {
     "tree_rule_kernel": [
         f"{RULE}::test_trees_equal_the_definition[sizes{at}]" for at in ("3-7-tree-6-dtype3", "5-32-tree-6-dtype5")
     ],
+    "tree_rule_hopper_kernel": [
+        "tests/ops/recurrent/test_rule_hopper.py::test_trees_equal_the_definition[7-chain-6-None]",
+        "tests/ops/recurrent/test_rule_hopper.py::test_trees_equal_the_definition[20-tree-6-tiles5]",
+    ],
     "chunk_prepare_kernel": [f"{RULE}::test_parts_equal_the_definition[blocks of 32]"],
     "chunk_scan_kernel": [],
+    "ssd_step_kernel": [f"{SSD}::test_trees_equal_the_definition[sizes1-1-chain-6-dtype1]"],
+    "ssd_tree_kernel": [
+        f"{SSD}::test_trees_equal_the_definition[sizes{at}]" for at in ("3-7-tree-6-dtype3", "5-32-tree-6-dtype5")
+    ],
+    "ssd_prepare_kernel": [f"{SSD}::test_parts_equal_the_definition[blocks of 32]"],
+    "ssd_scan_kernel": [],
+    "kimi_step_kernel": [f"{KIMI}::test_trees_equal_the_definition[sizes1-1-chain-6-dtype1]"],
+    "kimi_nodes_kernel": [f"{KIMI}::test_trees_equal_the_definition[sizes4-32-chain-2-dtype4]"],
+    "kimi_rule_kernel": [f"{KIMI}::test_trees_equal_the_definition[sizes3-7-tree-6-dtype3]"],
+    "kimi_prepare_kernel": [f"{KIMI}::test_parts_equal_the_definition[blocks of 32]"],
+    "kimi_scan_kernel": [],
     "gated_norm_kernel": [
         "tests/ops/recurrent/test_gated_norm.py::test_a_norm_with_its_gate_is_transformers_[torch.float16-1-5-48]"
     ],
@@ -119,6 +136,9 @@ CHOSEN: dict[str, list[str]] = {
         "tests/attention/caches/test_int8_keys.py::test_the_kernel_stores_the_very_bytes_of_the_definition[5-3-24-True-torch.float16]",
     ],
     "paged_attention_kernel": ["tests/attention/kernels/test_triton.py::test_nan_in_unread_slots_stays_there[5]"],
+    "single_query_attention_kernel": [
+        "tests/attention/test_single_query.py::test_a_layer_takes_it_where_it_was_measured",
+    ],
     "paged_hopper_kernel": ["tests/attention/kernels/test_hopper_gpu.py::test_the_rule_s_own_choice[empty row]"],
     "suffix_merge_kernel": ["tests/attention/kernels/test_triton.py::test_any_number_of_splits_gives_the_same[True-8]"],
     "sinks_kernel": ["tests/attention/kernels/test_sinks.py::test_sinks_equal_their_definition[7-3-24-dtype1]"],
@@ -185,7 +205,9 @@ CHOSEN: dict[str, list[str]] = {
     "path_tables_kernel": ["tests/verify/test_kernels.py::test_tables_equal_the_definition[4-16-5-1]"],
     "state_numbers_kernel": ["tests/verify/test_states.py::test_kernels_equal_their_definitions[0]"],
     "commit_states_kernel": ["tests/verify/test_states.py::test_kernels_equal_their_definitions[1]"],
-    "output_gate_kernel": ["tests/ops/recurrent/test_output_gate.py::test_the_kernel_equals_the_definition[rows1-dtype1]"],
+    "output_gate_kernel": [
+        "tests/ops/recurrent/test_output_gate.py::test_the_kernel_equals_the_definition[False-rows1-dtype1]"
+    ],
     "accept_kernel": ["tests/verify/test_kernels.py::test_acceptance_equals_the_definition[2-33-32]"],
     # Hopper's own, which take longest
     "latent_hopper_kernel": ["tests/attention/latent/test_mla_gpu.py::test_latents_of_deepseek[64-True-16 bits]"],

@@ -37,6 +37,12 @@ REASONS = (
         "the group that stores its sums meets at its own barrier and arrives at an mbarrier (release), on which the group that "
         "loads them waits (acquire)",
     ),
+    Reason(
+        r"tl\.store\(out \+ \(row \* H \+ h\) \* V \+ v, out_V.*",
+        r"tl\.store\(out \+ \(row \* H \+ h\) \* V \+ v, out_V.*",
+        "a program of fewer columns than threads: several threads hold the same numbers, and write the same",
+        within="tl.sum(q_K * k_K, 0)",  # in the kernels of trees of one node
+    ),
 )
 
 

@@ -13,7 +13,8 @@ KERNEL = re.compile(r"\b\w+_kernel\w*")
 
 
 class Findings(NamedTuple):
-    """For each kernel ("" where none is named): the findings' first lines, and how often each came.  Addresses are left out.
+    """For each kernel ("" where none is named): the findings' first lines, of races those of all accesses, and how often each
+    came.  Addresses are left out.
 
     open: what somebody has to look at.  explained: what is explained, with the reason in place of the line.
     """
@@ -38,7 +39,8 @@ def findings(text: str, root: Path) -> Findings:
         name = next((match[0] for line in block if (match := KERNEL.search(line))), "")
         why = explanation(block, root)
         kind = found.explained if why else found.open
-        kind.setdefault(name, Counter())[why or on_meta(block[0])] += 1
+        others = [line for line in block[1:] if line.startswith("and ") and "access at" in line]  # what a race is with
+        kind.setdefault(name, Counter())[why or on_meta(" ".join((block[0], *others)))] += 1
     return found
 
 

@@ -63,7 +63,7 @@ class ExpertTiles(NamedTuple):
         single token about so many, equally many for each of its experts, of three steps or more.
     slices: of a row's columns, which a program's warps share instead of the rows; more than one are as many as warps.
     prefetch: bytes of each row that few_tokens_triton.py asks for before its wait: of shared experts in the first product, and
-        of a single token's in the second one.
+        of a single token's in the second one, where they compete with what the first one still reads.
     """
 
     block_m: int
@@ -112,7 +112,7 @@ def few_tokens_tiles(tokens: int, kind: ExpertsKind, experts: int = 128) -> Mixt
         return _few(ExpertTiles(block_m, 64, 4, 3), ExpertTiles(block_m, 128, 4, 3, splits=8))
     if tokens == 1:
         stages = 6 if experts <= 64 else 4  # measured: of 64 experts of 1536 a layer takes 36.2 us instead of 37.9
-        return _few(ExpertTiles(block_m, 32, 2, stages), ExpertTiles(block_m, 32, 2, 4, splits=16))
+        return _few(ExpertTiles(block_m, 32, 2, stages), ExpertTiles(block_m, 32, 2, 4, splits=16, prefetch=0))
     return _few(ExpertTiles(block_m, 16, 1, 5), ExpertTiles(block_m, 16, 1, 4, splits=8))
 
 

@@ -31,14 +31,14 @@ def chunk_prepare_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    begin, end = _tokens_of_block(tl.program_id(1), cu, after, B, BLOCK_N, SEARCH)
+    begin, end = tokens_of_block(tl.program_id(1), cu, after, B, BLOCK_N, SEARCH)
     if begin == end:
         return
     at_N = begin.to(tl.int64) + n
     ok_N = at_N < end
     from_k_NK = y + (G + h // (H // G)) * K + at_N[:, None] * stride_y + tl.arange(0, BLOCK_K)[None, :]
     kk, k_length = _products(from_k_NK, from_k_NK, ok_N, K, PRECISION, BLOCK_N, BLOCK_K)
-    decay_N = log_decays(tl.load(a + at_N * stride_a + h, mask=ok_N, other=0.0), A_log + h, dt_bias + h)
+    decay_N = log_decays(tl.load(a + at_N * stride_a + h, mask=ok_N, other=0.0), tl.load(A_log + h), tl.load(dt_bias + h))
     decay_N = tl.where(ok_N, decay_N, 0.0)
     beta_N = strengths(tl.load(b + at_N * stride_b + h, mask=ok_N, other=0.0), MOST)
     i, j = n[:, None], n[None, :]
@@ -60,7 +60,7 @@ def chunk_prepare_kernel(
 
 
 @triton.jit
-def _tokens_of_block(block, cu, after, B, N: tl.constexpr, SEARCH: tl.constexpr):
+def tokens_of_block(block, cu, after, B, N: tl.constexpr, SEARCH: tl.constexpr):
     """(its first token, where it ends): the same where there is no such block.  A block also ends where a state is kept."""
     before, begin, end = block * 0, block * 0, block * 0
     for first in range(0, B, SEARCH):
@@ -101,7 +101,7 @@ def _store_inverse(
 ):  # fmt: skip
     """In two halves, if it is stored in 16 bits."""
     is_short: tl.constexpr = to_NN.dtype.element_ty == tl.bfloat16
-    solved_NN = _inverse(system_NN, N, LOG_N, PRECISION, is_short) * beta_N[None, :]
+    solved_NN = block_inverse(system_NN, N, LOG_N, PRECISION, is_short) * beta_N[None, :]
     if is_short:
         high_NN, low_NN = halves(solved_NN)
         tl.store(to_NN, high_NN, mask=ok_N[:, None])
@@ -111,7 +111,7 @@ def _store_inverse(
 
 
 @triton.jit
-def _inverse(system_NN, N: tl.constexpr, LOG_N: tl.constexpr, PRECISION: tl.constexpr, SHORT: tl.constexpr):
+def block_inverse(system_NN, N: tl.constexpr, LOG_N: tl.constexpr, PRECISION: tl.constexpr, SHORT: tl.constexpr):
     """Of 1 + a strictly lower triangular matrix.
 
     Blocks of the diagonal are inverted, each time of twice the size: [[A, 0], [C, B]] has [[1/A, 0], [-1/B C 1/A, 1/B]].
@@ -131,7 +131,7 @@ def _inverse(system_NN, N: tl.constexpr, LOG_N: tl.constexpr, PRECISION: tl.cons
         between = tl.where(((i >> (step + 1)) == (j >> (step + 1))) & ((i >> step) != (j >> step)), system_NN, 0.0)
         if SHORT:
             high, low = halves(inverse_NN)
-            inverse_NN -= _of_halves(high, low, *halves(_of_halves(*halves(between), high, low)))
+            inverse_NN -= of_halves(high, low, *halves(of_halves(*halves(between), high, low)))
         else:
             between = tl.dot(between, inverse_NN, input_precision=PRECISION)
             inverse_NN -= tl.dot(inverse_NN, between, input_precision=PRECISION)
@@ -139,7 +139,8 @@ def _inverse(system_NN, N: tl.constexpr, LOG_N: tl.constexpr, PRECISION: tl.cons
 
 
 @triton.jit
-def _of_halves(x_high, x_low, y_high, y_low):
+def of_halves(x_high, x_low, y_high, y_low):
+    """Their product, without that of the lower halves."""
     return tl.dot(x_high, y_high, tl.dot(x_high, y_low, tl.dot(x_low, y_high)))
 
 

@@ -23,6 +23,7 @@ def output_gate_kernel(
     stride_out,
     stride_gate,
     SELECTS: tl.constexpr,
+    SILU: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -35,12 +36,13 @@ def output_gate_kernel(
         tl.extra.cuda.gdc_wait()
     source = tl.load(rows + row) if SELECTS else row
     opened = tl.load(gate + source * stride_gate + f, mask=ok, other=0.0)
-    opened = tl.sigmoid(opened.to(tl.float32)).to(opened.dtype)
+    wide = opened.to(tl.float32)
+    opened = (wide * tl.sigmoid(wide) if SILU else tl.sigmoid(wide)).to(opened.dtype)
     value = tl.load(out + row * stride_out + f, mask=ok, other=0.0).to(tl.float32) * opened.to(tl.float32)
     tl.store(gated + row * SIZE + f, value.to(gated.dtype.element_ty), mask=ok)
 
 
-def launch_gated_output(out_RQD: Tensor, gate_TQD: Tensor, rows_R: Tensor | None = None) -> Tensor:
+def launch_gated_output(out_RQD: Tensor, gate_TQD: Tensor, rows_R: Tensor | None = None, silu: bool = False) -> Tensor:
     """`output_gate.gated_output`: [R, Q * D]."""
     R, Q, D = out_RQD.shape
     assert gate_TQD.shape[1:] == (Q, D) and gate_TQD.dtype == out_RQD.dtype and (rows_R is not None or len(gate_TQD) == R)
@@ -50,6 +52,7 @@ def launch_gated_output(out_RQD: Tensor, gate_TQD: Tensor, rows_R: Tensor | None
         block = min(BLOCK, triton.next_power_of_2(Q * D))
         output_gate_kernel[(R, triton.cdiv(Q * D, block))](
             out_RQD, gate_TQD, gate_TQD if rows_R is None else rows_R.contiguous(), gated, out_RQD.stride(0),
-            gate_TQD.stride(0), SELECTS=rows_R is not None, SIZE=Q * D, BLOCK=block, num_warps=4, **chained(out_RQD.device),
+            gate_TQD.stride(0), SELECTS=rows_R is not None, SILU=silu, SIZE=Q * D, BLOCK=block, num_warps=4,
+            **chained(out_RQD.device),
         )  # fmt: skip
     return gated

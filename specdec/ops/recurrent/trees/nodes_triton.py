@@ -33,7 +33,7 @@ def tree_nodes_kernel(
 ):  # fmt: skip
     row, h = tl.program_id(1).to(tl.int64), tl.program_id(0)
     g, m, k = h // (H // G), tl.arange(0, M), tl.arange(0, K)
-    mask_MM = _ancestors(parents + row * N, N, DEPTH, CHAIN, M)
+    mask_MM = ancestors(parents + row * N, N, DEPTH, CHAIN, M)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -42,7 +42,7 @@ def tree_nodes_kernel(
     q_MK = tl.load(from_q_MK, mask=ok_M[:, None], other=0.0)
     k_MK = tl.load(from_q_MK + G * K, mask=ok_M[:, None], other=0.0)
     q_squares, k_squares = squares(q_MK), squares(k_MK)
-    decay_M = log_decays(tl.load(a + at_M * stride_a + h, mask=ok_M, other=0.0), A_log + h, dt_bias + h)
+    decay_M = log_decays(tl.load(a + at_M * stride_a + h, mask=ok_M, other=0.0), tl.load(A_log + h), tl.load(dt_bias + h))
     beta_M = strengths(tl.load(b + at_M * stride_b + h, mask=ok_M, other=0.0), MOST)
     # Numbers of a node that are not finite may reach those below it alone: `gated_delta.without_broken`.
     sound_M = (q_squares < float("inf")) & (k_squares < float("inf")) & (tl.abs(decay_M) < float("inf")) & (beta_M == beta_M)
@@ -72,7 +72,7 @@ def tree_nodes_kernel(
 
 
 @triton.jit
-def _ancestors(parents, N: tl.constexpr, DEPTH: tl.constexpr, CHAIN: tl.constexpr, M: tl.constexpr):
+def ancestors(parents, N: tl.constexpr, DEPTH: tl.constexpr, CHAIN: tl.constexpr, M: tl.constexpr):
     """Whether node j is i or above i [M, M]."""
     m = tl.arange(0, M)
     if CHAIN:

@@ -2,7 +2,8 @@
 
 It reads its part of the state once, adds the pending path, and writes it once.  All of that but the writing comes before its
 wait: states and what nodes left are a round old.  What nodes have to do with each other comes from nodes_triton.py, which runs
-before; trees of one node need none of it (step_triton.py).  No program reads what another one of its launch writes.
+before; trees of one node need none of it (step_triton.py).  No program reads what another one of its launch writes.  On Hopper
+GPUs most passes are computed by one kernel instead: rule_hopper.py.
 
 Shapes: as of gated_delta.py; P: rows and columns of the nodes' matrices, N or more.
 """
@@ -20,6 +21,7 @@ from specdec.ops.launch import chained
 from specdec.ops.recurrent.gated_delta import Gates
 from specdec.ops.recurrent.shared_triton import PRECISION, multiplied
 from specdec.ops.recurrent.states import RuleStates, TreeSteps, lie_whole
+from specdec.ops.recurrent.trees.hopper_tiles import HopperTiles, hopper_tiles, takes
 from specdec.ops.recurrent.trees.nodes_triton import tree_nodes_kernel
 from specdec.ops.recurrent.trees.path_triton import add_path, add_rest, faded, read_path, read_state
 from specdec.ops.recurrent.trees.step_triton import step_rule_kernel
@@ -94,7 +96,7 @@ def tree_rule_kernel(
     for step in tl.static_range(K // BLOCK_K if AHEAD else 0):
         blocks = blocks + (tl.load(from_IK + step * BLOCK_K, mask=ok_I1, other=0.0),)  # type: ignore[assignment]
     if AHEAD:
-        solved_IJ = _nodes_matrices(own, P)
+        solved_IJ = nodes_matrices(own, P)
     tiles = add_path(faded(raw, last, K // BLOCK_K), decays, added, keys, last, K // BLOCK_K, GROUP)
     if E > GROUP:
         tiles = add_rest(tiles, from_k, from_u_V, from_decay, path, accepted, G, H, K, V, GROUP, BLOCK_K)
@@ -105,7 +107,7 @@ def tree_rule_kernel(
         block_IK = blocks[step] if AHEAD else tl.load(from_IK + step * BLOCK_K, mask=ok_I1, other=0.0)
         products_IV = multiplied(block_IK, tiles[step], products_IV, PRECISION)
     if not AHEAD:
-        solved_IJ = _nodes_matrices(own, P)
+        solved_IJ = nodes_matrices(own, P)
     out_NV, u_NV = _solved(solved_IJ, products_IV, v_NV.to(tl.float32), f_N, r_N, P, PRECISION)
     to_NV = (n * H * V + h * V)[:, None] + v[None, :]
     tl.store(out + row * N * H * V + to_NV, out_NV.to(out.dtype.element_ty), mask=ok_N1)
@@ -113,7 +115,7 @@ def tree_rule_kernel(
 
 
 @triton.jit
-def _nodes_matrices(own, P: tl.constexpr):
+def nodes_matrices(own, P: tl.constexpr):
     """A above T [2 P, P]; of 8 nodes with zeros in front, because a product adds up 16 terms at least."""
     i, n = tl.arange(0, 2 * P), tl.arange(0, P)
     if P == 8:
@@ -140,9 +142,10 @@ def _solved(solved_IJ, products_IV, v_NV, f_N, r_N, P: tl.constexpr, PRECISION: 
 
 
 def launch_tree_rule(
-    y_TC: Tensor, gates: Gates, layer: RuleStates, steps: TreeSteps, precision: str = PRECISION, tiles: RuleTiles | None = None
-) -> Tensor:
-    """`gated_delta.tree_outputs`: [T, H, V].  precision: of products: "tf32x3" or "ieee"."""
+    y_TC: Tensor, gates: Gates, layer: RuleStates, steps: TreeSteps, precision: str = PRECISION,
+    tiles: RuleTiles | HopperTiles | None = None,
+) -> Tensor:  # fmt: skip
+    """`gated_delta.tree_outputs`: [T, H, V].  precision: of rule_triton.py's products: "tf32x3" or "ieee"."""
     (B, N), E = steps.parents_BN.shape, steps.path_BE.shape[1]
     (_, H, K, V), G = layer.state_PHKV.shape, layer.k_LNGK.shape[2]
     check_rule(y_TC, gates, layer)
@@ -150,8 +153,16 @@ def launch_tree_rule(
     assert len(y_TC) == B * N and N <= layer.k_LNGK.shape[1]
     for left, size in ((layer.k_LNGK, G * K), (layer.u_LNHV, H * V), (layer.decay_LNH, H)):
         assert left.dtype == torch.float32 and left[0].is_contiguous() and left[0, 0].numel() == size
-    out_THV, tiles = y_TC.new_empty(B * N, H, V), tiles or tree_tiles(B, N, H)
+    out_THV = y_TC.new_empty(B * N, H, V)
+    if tiles is None:
+        is_hopper = precision == PRECISION and takes(y_TC, layer, N)
+        tiles = hopper_tiles(B, N, H, V) if is_hopper else tree_tiles(B, N, H)
     if not B:
+        return out_THV
+    if isinstance(tiles, HopperTiles):
+        from specdec.ops.recurrent.trees.rule_hopper import launch_tree_rule_hopper
+
+        launch_tree_rule_hopper(y_TC, gates, layer, steps, out_THV, tiles)
         return out_THV
     block_v, group, here = min(V, tiles.block_v), min(E, tiles.group), chained(y_TC.device)
     memory = layer.state_PHKV, layer.k_LNGK, layer.u_LNHV, layer.decay_LNH

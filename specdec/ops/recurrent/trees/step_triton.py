@@ -43,7 +43,7 @@ def step_rule_kernel(
     q_K = tl.load(y + row * stride_y + g * K + k).to(tl.float32)
     k_K = tl.load(y + row * stride_y + (G + g) * K + k).to(tl.float32)
     v_V = tl.load(y + row * stride_y + 2 * G * K + h * V + v).to(tl.float32)
-    decay = log_decays(tl.load(a + row * stride_a + h), A_log + h, dt_bias + h)
+    decay = log_decays(tl.load(a + row * stride_a + h), tl.load(A_log + h), tl.load(dt_bias + h))
     beta = strengths(tl.load(b + row * stride_b + h), MOST)
     tiles = add_path(faded(raw, last, 1), decays, added, keys, last, 1, GROUP)
     if E > GROUP:

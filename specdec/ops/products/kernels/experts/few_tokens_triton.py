@@ -185,9 +185,10 @@ def few_down_kernel(
         at_N = tl.where(is_here, expert, 0) * N + row_N
         qweight_N = _words_of(qweight, shared, entry, at_N, row_N, J, R)
         if PDL:
-            LINE: tl.constexpr = 1024 // qweight.dtype.element_ty.primitive_bitwidth  # words of 128 bytes
-            ahead = part * (J // PARTS) + tl.arange(0, PREFETCH // 128) * LINE
-            prefetch(qweight_N[:, None] + ahead[None, :], (out_N < N)[:, None] & (ahead < J)[None, :])
+            if PREFETCH > 0:
+                LINE: tl.constexpr = 1024 // qweight.dtype.element_ty.primitive_bitwidth  # words of 128 bytes
+                ahead = part * (J // PARTS) + tl.arange(0, PREFETCH // 128) * LINE
+                prefetch(qweight_N[:, None] + ahead[None, :], (out_N < N)[:, None] & (ahead < J)[None, :])
             tl.extra.cuda.gdc_wait()
             tl.extra.cuda.gdc_launch_dependents()
         acc_NM = product(

@@ -1,0 +1,215 @@
+"""Launches the kernels of `kimi_delta.tree_outputs` and `kimi_delta.chunk_outputs`.
+
+Trees: one launch for trees of one node (step_triton.py), two for others (nodes_triton.py, rule_triton.py).  Parts of prompts:
+two, as in chunks/launch.py:
+
+1. prepare_triton.py, a program for each block and head, solves (1 + strictly lower part of beta_i kk_ij), kk_ij the product of
+   keys as faded as i sees j.  With T its inverse times beta_j, and D the log-decays summed from the block's beginning on, it
+   leaves keys = -T (exp(D) k), values = T v, queries = exp(D) q, added = exp(D_last - D) k, reads = the lower part of qk_ij,
+   and ends = exp(D_last).
+2. scan_triton.py, a program for each head and some columns of values, goes through the blocks one after the other:
+   u = values + keys S, out = queries S + reads u, S = ends S + added^T u.
+
+Written in between, a token and head of 128 x 128 with blocks of 64 in bfloat16: keys and added in two halves each 1024 bytes,
+values 512, queries 256, reads 128: 1,920 bytes, so that 8,192 tokens of 32 heads leave 503 MB.  T in place of keys and values
+would leave less, as in chunks/launch.py; but keys and queries would have to be faded by each program that scans, which has no
+registers for them.
+
+Precision, of bfloat16: a float32 number goes into a product as two bfloat16 halves, whose sum has 17 bits, and the product of
+two lower halves is left out.  What goes into outputs alone is rounded to bfloat16.  Of float16 and float32 everything is
+float32: PRECISION.
+
+Shapes: as of specdec/ops/recurrent/kimi_delta.py; N tokens of a block.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from specdec.ops.launch import chained, shared_memory
+from specdec.ops.recurrent.kimi.nodes_triton import kimi_nodes_kernel
+from specdec.ops.recurrent.kimi.prepare_triton import kimi_prepare_kernel
+from specdec.ops.recurrent.kimi.rule_triton import kimi_rule_kernel
+from specdec.ops.recurrent.kimi.scan_triton import kimi_scan_kernel
+from specdec.ops.recurrent.kimi.step_triton import kimi_step_kernel
+from specdec.ops.recurrent.kimi_delta import KimiGates
+from specdec.ops.recurrent.shared_triton import PRECISION
+from specdec.ops.recurrent.states import ChunkSteps, RuleStates, TreeSteps, lie_whole
+
+SEARCH = 32  # parts among which a program looks for its block at once
+RESERVED = 12 << 10  # bytes of shared memory beside the stages
+
+
+class KimiTiles(NamedTuple):
+    """A program's columns of values, the rows of the state that it multiplies at once, its warps; warps of nodes_triton.py.
+
+    group: accepted nodes of the pending path that are read at once.  node_k: channels that nodes_triton.py works on at once.
+    """
+
+    block_v: int
+    block_k: int = 32
+    warps: int = 4
+    node_warps: int = 4
+    group: int = 2
+    node_k: int = 32
+
+
+class KimiChunkTiles(NamedTuple):
+    """Tokens of a block; columns of values, warps and stages of a program that scans; of one that prepares, warps and channels
+    that it works on at once.
+    """
+
+    tokens: int = 64
+    block_v: int = 64
+    warps: int = 4
+    stages: int = 2
+    prepare_warps: int = 4
+    block_k: int = 32
+
+
+HOPPER, ELSEWHERE, WIDE = KimiChunkTiles(), KimiChunkTiles(32, 32, 4, 2), KimiChunkTiles(32, 32, 8, 1, 8)
+
+
+def kimi_tiles(sequences: int, nodes: int, heads: int) -> KimiTiles:
+    """Few were tried on an H200, of 1 and 32 sequences with 1, 6 and 32 nodes; those of more nodes were timed by nobody."""
+    crowded = sequences * heads > 132  # programs of nodes_triton.py, for as many SMs
+    if nodes == 1:
+        return KimiTiles(64, warps=4) if crowded else KimiTiles(32, warps=2)
+    if nodes <= 8:
+        return KimiTiles(64, 64, 4, 4, 3, 64) if crowded else KimiTiles(32, 64, 4, 8, 3, 128)
+    if nodes <= 16:
+        return KimiTiles(32, 64, 4, 2) if crowded else KimiTiles(32, 64, 4, 4, 2, 64)
+    if nodes <= 32:
+        return KimiTiles(64, 64, 4, 4) if crowded else KimiTiles(32, 32, 4, 8, 3, 64)
+    return KimiTiles(32, 32, 8, 8)
+
+
+def kimi_chunk_tiles(y_TC: Tensor, width: int) -> KimiChunkTiles:
+    """What fits into shared memory.  On GPUs other than Hopper's, blocks are of 32 tokens: see `chunks.launch.chunk_tiles`."""
+    if y_TC.dtype != torch.bfloat16:
+        return WIDE
+    is_hopper = y_TC.is_cuda and torch.cuda.get_device_capability(y_TC.device)[0] == 9
+    tiles, limit = HOPPER if is_hopper else ELSEWHERE, shared_memory(y_TC.device)
+    while tiles.stages > 1 and stage_bytes(tiles, width) * tiles.stages > limit - RESERVED:
+        tiles = tiles._replace(stages=tiles.stages - 1)
+    return tiles
+
+
+def stage_bytes(tiles: KimiChunkTiles, width: int) -> int:
+    """Of what the kernel that scans reads of a block."""
+    return 2 * tiles.tokens * (5 * width + 2 * tiles.block_v + tiles.tokens)
+
+
+def launch_kimi_trees(
+    y_TC: Tensor, gates: KimiGates, layer: RuleStates, steps: TreeSteps, precision: str = PRECISION,
+    tiles: KimiTiles | None = None,
+) -> Tensor:  # fmt: skip
+    """`kimi_delta.tree_outputs`: [T, H, V].  precision: of products: "tf32x3" or "ieee"."""
+    (B, N), E = steps.parents_BN.shape, steps.path_BE.shape[1]
+    _, H, K, V = layer.state_PHKV.shape
+    check_kimi(y_TC, gates, layer)
+    assert lie_whole(steps)
+    assert len(y_TC) == B * N and N <= layer.k_LNGK.shape[1]
+    for left, width in ((layer.k_LNGK, K), (layer.u_LNHV, V), (layer.decay_LNH, K)):
+        assert left.dtype == torch.float32 and left[0].is_contiguous() and left.shape[2:] == (H, width)
+    out_THV, tiles = y_TC.new_empty(B * N, H, V), tiles or kimi_tiles(B, N, H)
+    if not B:
+        return out_THV
+    block_v, group, here = min(V, tiles.block_v), min(E, tiles.group), chained(y_TC.device)
+    memory = layer.state_PHKV, layer.k_LNGK, layer.u_LNHV, layer.decay_LNH
+    numbers = steps.read_B, steps.write_B, steps.count_B, steps.path_BE
+    inputs, strides = (y_TC, *gates), (y_TC.stride(0), gates.a_TC.stride(0), gates.b_TH.stride(0))
+    of_memory = tuple(each.stride(0) for each in memory)
+    if N == 1:
+        kimi_step_kernel[(H * (V // block_v), B)](
+            *inputs, *memory, *numbers, out_THV, *strides, *of_memory, E=E, H=H, K=K, V=V, GROUP=group, BLOCK_V=block_v,
+            num_warps=tiles.warps, **here,
+        )  # fmt: skip
+        return out_THV
+    P, depth = max(8, triton.next_power_of_2(N)), steps.max_depth
+    M, sizes = max(16, P), {"N": N, "H": H, "K": K, "P": P, "PRECISION": precision}
+    solved = torch.empty(B, H, 2 * P * P + 2 * P, dtype=torch.float32, device=y_TC.device)
+    kimi_nodes_kernel[(H, B)](
+        *inputs, layer.k_LNGK, layer.decay_LNH, steps.write_B, steps.parents_BN, solved, *strides, of_memory[1], of_memory[3],
+        DEPTH=depth, CHAIN=steps.is_chain, HALVINGS=M.bit_length() - 1 if depth > 7 else 0,
+        M=M, BLOCK_K=min(K, tiles.node_k), num_warps=tiles.node_warps, **sizes, **here,
+    )  # fmt: skip
+    kimi_rule_kernel[(H * (V // block_v), B)](
+        y_TC, solved, *memory, *numbers, out_THV, strides[0], *of_memory, E=E, V=V, GROUP=group, BLOCK_K=min(K, tiles.block_k),
+        BLOCK_V=block_v, num_warps=tiles.warps, **sizes, **here,
+    )  # fmt: skip
+    return out_THV
+
+
+class Prepared(NamedTuple):
+    """What the first kernel leaves: see the top of this file.  P parts, whose sum it is; M blocks."""
+
+    keys_PHTK: Tensor
+    queries_HTK: Tensor
+    added_PHTK: Tensor
+    values_HTV: Tensor
+    reads_HTN: Tensor
+    ends_HMK: Tensor
+
+
+def launch_kimi_parts(
+    y_TC: Tensor, gates: KimiGates, layer: RuleStates, steps: ChunkSteps, tiles: KimiChunkTiles | None = None
+) -> Tensor:  # fmt: skip
+    """`kimi_delta.chunk_outputs`: [T, H, V]."""
+    check_kimi(y_TC, gates, layer)
+    assert lie_whole(steps)
+    out_THV = y_TC.new_empty(len(y_TC), *layer.state_PHKV.shape[1::2])
+    if len(steps.read_B):
+        tiles = tiles or kimi_chunk_tiles(y_TC, layer.state_PHKV.shape[2])
+        launch_kimi_scan(launch_kimi_prepare(y_TC, gates, layer, steps, tiles), layer, steps, tiles, out_THV)
+    return out_THV
+
+
+def launch_kimi_prepare(
+    y_TC: Tensor, gates: KimiGates, layer: RuleStates, steps: ChunkSteps, tiles: KimiChunkTiles
+) -> Prepared:  # fmt: skip
+    """What blocks need that no state enters."""
+    (_, H, K, V), B, N = layer.state_PHKV.shape, len(steps.read_B), tiles.tokens
+    rows = -(-len(y_TC) // 16) * 16  # so that Triton knows where heads begin
+    is_short = y_TC.dtype == torch.bfloat16
+    dtype = y_TC.dtype if is_short else torch.float32
+    most_blocks = len(y_TC) // N + 2 * B  # a part ends with a block that is not whole, and so does what is kept of it
+    prepared = Prepared(
+        y_TC.new_empty(1 + is_short, H, rows, K, dtype=dtype), y_TC.new_empty(H, rows, K, dtype=dtype),
+        y_TC.new_empty(1 + is_short, H, rows, K, dtype=dtype), y_TC.new_empty(H, rows, V, dtype=torch.float32),
+        y_TC.new_empty(H, rows, N, dtype=dtype), y_TC.new_empty(H, most_blocks, K, dtype=torch.float32),
+    )  # fmt: skip
+    kimi_prepare_kernel[(H, most_blocks)](
+        y_TC, *gates, steps.cu_B1, steps.after_B, *prepared, B, rows, y_TC.stride(0), gates.a_TC.stride(0),
+        gates.b_TH.stride(0), H=H, K=K, V=V, PRECISION=PRECISION, BLOCK_N=N, LOG_N=N.bit_length() - 1,
+        BLOCK_K=min(K, tiles.block_k), BLOCK_V=min(V, tiles.block_k), SEARCH=SEARCH, num_warps=tiles.prepare_warps,
+        **chained(y_TC.device),
+    )  # fmt: skip
+    return prepared
+
+
+def launch_kimi_scan(prepared: Prepared, layer: RuleStates, steps: ChunkSteps, tiles: KimiChunkTiles, out_THV: Tensor) -> None:
+    """The states and outputs, which out_THV takes."""
+    (_, H, K, V), block_v = layer.state_PHKV.shape, min(layer.state_PHKV.shape[3], tiles.block_v)
+    kimi_scan_kernel[(H * (V // block_v), len(steps.read_B))](
+        *prepared, layer.state_PHKV, steps.cu_B1, steps.read_B, steps.write_B, steps.keep_B, steps.after_B, out_THV,
+        prepared.queries_HTK.shape[1], prepared.ends_HMK.shape[1], layer.state_PHKV.stride(0), H=H, K=K, V=V,
+        PRECISION=PRECISION, BLOCK_N=tiles.tokens, BLOCK_V=block_v, STAGES=tiles.stages, SEARCH=SEARCH,
+        num_warps=tiles.warps, **chained(out_THV.device),
+    )  # fmt: skip
+
+
+def check_kimi(y_TC: Tensor, gates: KimiGates, layer: RuleStates) -> None:
+    """Asserts what all kernels of the rule take; widths were checked as the target was loaded."""
+    _, H, K, V = layer.state_PHKV.shape
+    assert all(width >= 16 and not width & (width - 1) for width in (K, V)), "powers of two from 16 on"
+    assert y_TC.shape[1] == 2 * H * K + H * V and y_TC.stride(1) == 1 and layer.state_PHKV[0].is_contiguous()
+    assert layer.state_PHKV.dtype == torch.float32
+    for each, width in ((gates.a_TC, H * K), (gates.b_TH, H)):
+        assert each.shape == (len(y_TC), width) and each.stride(1) == 1
+    assert gates.A_log_H.shape == (H,) and gates.dt_bias_C.shape == (H * K,)
+    assert gates.A_log_H.is_contiguous() and gates.dt_bias_C.is_contiguous()

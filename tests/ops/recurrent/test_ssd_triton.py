@@ -1,0 +1,103 @@
+"""The kernels of Mamba-2's rule against its definition.  Under Triton's interpreter where there is no GPU."""
+
+import pytest
+import torch
+from toolkit.kernels import DEVICE
+from toolkit.recurrent.made import Sizes
+from toolkit.recurrent.mamba import SsdRound, ssd_inputs, ssd_round
+from toolkit.recurrent.rounds import copied, equal_memory, moved, parts_of
+
+from specdec.ops.recurrent.chunks.launch import ChunkTiles
+from specdec.ops.recurrent.mamba.launch import launch_ssd_parts
+from specdec.ops.recurrent.mamba.ssd_tree_triton import launch_ssd_tree
+from specdec.ops.recurrent.ssd import SsdGates, chunk_outputs, tree_outputs
+
+ALONE, SHARED = Sizes(G=2, H=2, K=16, V=32), Sizes(G=2, H=6, K=32, V=16)
+WIDE = Sizes(G=1, H=2, K=128, V=16)
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
+
+
+def on_device(gates: SsdGates) -> SsdGates:
+    return SsdGates(*(each.to(DEVICE) for each in gates))
+
+
+def check_trees(now: SsdRound, tolerance: float) -> torch.Tensor:
+    """What the definition gives, after the kernel gave the same and left the same memory."""
+    gates, layer = now.weights.gates(now.dt_TH), copied(now.layer, DEVICE)
+    got = launch_ssd_tree(now.y_TC.to(DEVICE), on_device(gates), layer.rule, moved(now.steps, DEVICE)).cpu()
+    want = tree_outputs(now.y_TC, gates, now.layer.rule, now.steps)
+    scale = want[want.isfinite()].abs().max()
+    torch.testing.assert_close(got, want, atol=float(tolerance * scale), rtol=tolerance, equal_nan=True)
+    equal_memory(layer, now.layer, 2e-5)
+    return want
+
+
+@pytest.mark.parametrize(
+    ("sizes", "nodes", "kind", "before", "dtype"),
+    [
+        (SHARED, 1, "chain", 1, torch.float16),
+        (ALONE, 1, "chain", 6, torch.float32),
+        (ALONE, 6, "chain", 6, torch.float16),
+        (SHARED, 7, "tree", 6, torch.float32),
+        (WIDE, 20, "chain", 2, torch.float32),
+        (ALONE, 32, "tree", 6, torch.float32),
+        (SHARED, 20, "deep tree", 6, torch.float32),
+        (SHARED, 60, "tree", 20, torch.float16),
+    ],
+)
+def test_trees_equal_the_definition(sizes: Sizes, nodes: int, kind: str, before: int, dtype: torch.dtype) -> None:
+    """Keeps out: a node that sees a node beside its path, a decay that overflows, a pending path that is added twice, in part,
+    or from a number that holds no nodes, a group's keys left by another one.
+    """
+    now = ssd_round(sizes, nodes, kind != "tree", dtype, seed=nodes, before=before)
+    if kind == "deep tree":
+        now.steps.parents_BN[:, -2:] = 3
+        now = now._replace(steps=now.steps._replace(is_chain=False))
+    assert not check_trees(now, TOLERANCE[dtype]).isnan().any()
+
+
+@pytest.mark.parametrize("broken", ["query", "key", "value", "step"])
+def test_a_broken_node_reaches_those_below_it_alone(broken: str) -> None:
+    """Keeps out: a draft token that overflows and fails a request, which without drafts would have gone on."""
+    now = ssd_round(SHARED, 20, False, torch.float32, seed=3, before=2)
+    node, parents = 4, now.steps.parents_BN
+    below_BN = parents == -1  # nodes that are the broken one, or below it
+    below_BN[:, node] = True
+    for child in range(node + 1, 20):
+        below_BN[:, child] |= below_BN.gather(1, parents[:, child : child + 1])[:, 0]
+    clean = tree_outputs(now.y_TC, now.weights.gates(now.dt_TH), copied(now.layer, torch.device("cpu")).rule, now.steps)
+    columns = {"query": 1, "key": SHARED.G * SHARED.K + 1, "value": 2 * SHARED.G * SHARED.K + 1}
+    for row in range(len(parents)):
+        if broken == "step":
+            now.dt_TH[20 * row + node, 0] = torch.nan
+        else:
+            now.y_TC[20 * row + node, columns[broken]] = torch.inf if row % 2 else torch.nan
+    want, beside_T = check_trees(now, 2e-5), ~below_BN.flatten()
+    torch.testing.assert_close(want[beside_T], clean[beside_T])
+    assert beside_T.any() and want.view(*parents.shape, -1)[:, node].isnan().any(-1).all()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "lengths", "kept", "after", "dtype", "tiles", "search"),
+    [
+        (ALONE, [1, 37, 70], 2, 32, torch.float16, None, 2),
+        (SHARED, [133, 3, 2], 0, 73, torch.float32, ChunkTiles(64, 16, 4, 1), 4),
+        (WIDE, [2], 0, 1, torch.float32, None, 32),
+    ],
+    ids=["blocks of 32", "blocks of 64", "two tokens"],
+)
+def test_parts_equal_the_definition(
+    sizes: Sizes, lengths: list[int], kept: int, after: int, dtype: torch.dtype, tiles: ChunkTiles | None, search: int
+) -> None:
+    """Keeps out: a block's border that shows, a block that is nobody's where parts are many, a state that is kept one token
+    late, a part of padding that reaches a row, a token after the parts that is read, a head with another one's decay.
+    """
+    now = ssd_round(sizes, 2, False, dtype, seed=len(lengths))
+    steps, layer, tokens = parts_of(lengths, kept, after), copied(now.layer, DEVICE), sum(lengths)
+    y, dt = (torch.cat((each, each.new_full((3, each.shape[1]), torch.nan))) for each in ssd_inputs(sizes, tokens, dtype))
+    gates = now.weights.gates(dt)
+    got = launch_ssd_parts(y.to(DEVICE), on_device(gates), layer.rule, moved(steps, DEVICE), tiles, search).cpu()
+    want = chunk_outputs(y, gates, now.layer.rule, steps)
+    scale = float(TOLERANCE[dtype] * want[:tokens].abs().max())
+    torch.testing.assert_close(got[:tokens], want[:tokens], atol=scale, rtol=TOLERANCE[dtype])
+    equal_memory(layer, now.layer, 2e-5)
