@@ -55,7 +55,7 @@ TOGETHER = (
     (re.compile(r"\.experts\.\d+\."), ".experts."),
     (re.compile(r"\b((gate|up)_proj|w[13])$"), "gate_up"),
     (re.compile(r"\b(q_b_proj|indexer\.wq_b)$"), "q_b"),
-    (re.compile(r"\b(in_proj_(qkvz?|z)|[qkv]_proj|q_a_proj|kv_a_proj_with_mqa|indexer\.wk)$"), "in"),
+    (re.compile(r"\b(in_proj_(qkvz?|z)|[qkvg]_proj|q_a_proj|kv_a_proj_with_mqa|indexer\.wk)$"), "in"),
 )
 
 

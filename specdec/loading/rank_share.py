@@ -7,6 +7,7 @@ rank has whole.
 
 from __future__ import annotations
 
+import math
 import re
 
 from specdec.models.config import ModelConfig
@@ -14,8 +15,8 @@ from specdec.models.schemes.size import Held
 
 Shape = tuple[int, ...]
 BY_ROWS = re.compile(
-    r"(\.(q_proj|q_b_proj|kv_b_proj|gate_proj|up_proj|gate_up_proj|w1|w3|sinks|in_proj\w*|conv1d|conv\.conv|A_log|D"
-    r"|input_linear|(mamba|mixer)\.norm)|^lm_head)$"
+    r"(\.(q_proj|q_b_proj|kv_b_proj|gate_proj|up_proj|gate_up_proj|w1|w3|sinks|in_proj\w*|([qkv]_)?conv1d|conv\.conv|A_log|D"
+    r"|input_linear|(mamba|mixer)\.norm|linear_attn\.[kvgab]_proj|([fg]_)?b_proj)|^lm_head)$"
 )
 BY_KV_HEADS = re.compile(r"\.[kv]_proj$")
 BY_COLUMNS = re.compile(r"\.(o_proj|out_proj|down_proj|output_linear|w2)$")
@@ -38,8 +39,8 @@ def share_of_tensor(config: ModelConfig) -> Held:
             if (number := EXPERT.search(f"{matrix}.")) is not None:
                 return shape if int(number[1]) in own else (0, *shape[1:])
             return (shape[0] * len(own) // experts.count, *shape[1:])
-        if name.endswith(".dt_bias"):  # of recurrent layers
-            return (shape[0] // ranks,)
+        if name.endswith((".dt_bias", ".A_log")):  # of recurrent layers
+            return (math.prod(shape) // ranks,)
         matrix = matrix.removesuffix("_bias")
         if name.endswith("_bias"):  # gpt-oss's of all experts, [experts, rows]
             return (shape[0], -(-shape[1] // ranks)) if BY_ROWS.search(matrix) else shape

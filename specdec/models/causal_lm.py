@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from specdec.attention.inputs import AttentionFn, LayerInputs
 from specdec.attention.kinds import PLAIN, Scoring
 from specdec.models.config import ModelConfig
-from specdec.models.layers import MLP, Embedding, RMSNorm, Rotary, SelfAttention
+from specdec.models.layers import MLP, Embedding, NoNorm, RMSNorm, Rotary, SelfAttention
 from specdec.models.linear import Linear
 from specdec.models.mixtures.layer import MixtureOfExperts
 from specdec.models.target import Target, TargetOutput
@@ -66,7 +66,8 @@ class PreNormLayer(TargetLayer):
 
     def __init__(self, config: ModelConfig, self_attn: nn.Module, mlp: nn.Module) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.zero_centred_norms)
+        norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.zero_centred_norms)
+        self.input_layernorm: RMSNorm | NoNorm = norm
         self.self_attn = self_attn
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.zero_centred_norms)
         self.mlp = mlp

@@ -20,10 +20,14 @@ from specdec.models.recurrent.sizes import RecurrentConfig
 from specdec.models.schemes.rules import Quantization
 from specdec.parallel.shard import Shard
 
+NO_ROPE = "none"
+
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding: theta, and Llama-3.1's or a linear scaling (`kind`: default | linear | llama3).
+    """Rotary embedding: theta, and Llama-3.1's or a linear scaling (`kind`: default | linear | llama3 | none).
+
+    kind none: positions turn nothing (NoPE); tables then hold angles of 0, so that layers and kernels need not ask.
 
     rotated: how many values of a head are turned, where not all are; 0: all.
     interleaved: whether a checkpoint's pairs lie side by side.  In memory they lie as `ops.rope.by_halves` says.

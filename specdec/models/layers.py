@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from specdec.attention.inputs import AttentionFn, HeadInputs, QueryInputs
 from specdec.attention.kinds import PLAIN, Scoring
-from specdec.models.config import ModelConfig, RopeConfig
+from specdec.models.config import NO_ROPE, ModelConfig, RopeConfig
 from specdec.models.linear import Linear
 from specdec.models.making import made_now, new_weight
 from specdec.models.yarn import YarnRope, yarn_frequencies
 from specdec.ops.norm import add_rms_norm, embed_rms_norm, rms_norm
-from specdec.ops.products.partials import Partials
+from specdec.ops.products.partials import Partials, added_up
 from specdec.ops.rope import HeadPrep, Rotation, rotary_table
 from specdec.parallel.group import ALONE, Group
 
@@ -74,6 +74,31 @@ class RMSNorm(nn.Module):
         return embed_rms_norm(ids_T, table_VH, self.weight, self.eps, below_CH)
 
 
+class NoNorm(nn.Module):
+    """Stands where RMSNorm does before a layer that reads the residual stream as it is: adds up, and norms nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.group: Group = ALONE
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+    def add(
+        self, x_TH: Tensor, delta_TH: Tensor | Partials, out_TH: Tensor | None = None, below_CH: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """As of RMSNorm; both are the sum."""
+        assert below_CH is None
+        total_TH = self.group.all_reduce_add(x_TH, added_up(delta_TH))
+        return total_TH if out_TH is None else out_TH.copy_(total_TH), total_TH
+
+    def embed(self, ids_T: Tensor, table_VH: Tensor, below_CH: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """As of RMSNorm; both are the embeddings."""
+        assert below_CH is None
+        x_TH = F.embedding(ids_T, table_VH)
+        return x_TH, x_TH
+
+
 def norm_weight(zero_centred: bool, *size: int) -> Tensor:
     """The weight of such a norm, for a loader to fill."""
     if not zero_centred:
@@ -114,6 +139,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, device: torch.device) -
     The kind "llama3" is Meta's piecewise scaling by wavelength, computed as in transformers: angles with short wavelengths
     stay, angles with long wavelengths are divided by the factor, and the angles between are blended.
     """
+    if rope.kind == NO_ROPE:
+        return torch.zeros(head_dim // 2, dtype=torch.float32, device=device)
     if rope.rotated:
         turned = inverse_frequencies(replace(rope, rotated=0), rope.rotated, device)
         return torch.cat((turned, turned.new_zeros(head_dim // 2 - len(turned))))  # in the order of `by_halves`

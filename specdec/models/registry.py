@@ -49,6 +49,8 @@ FOLDERS = {
     "granite_hybrid": ("granitemoehybrid",),
     "lfm2": ("lfm2", "lfm2_moe"),
     "nemotron_h": ("nemotron_h",),
+    "olmo_hybrid": ("olmo_hybrid",),
+    "kimi_linear": ("kimi_linear",),
 }
 NATIVE = (*(name for types in FOLDERS.values() for name in types), *MIXTURES)
 

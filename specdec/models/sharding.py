@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import nn
 
 from specdec.models.config import ModelConfig
-from specdec.models.layers import RMSNorm
+from specdec.models.layers import NoNorm, RMSNorm
 from specdec.models.mixtures.dividing import ExpertSharing, ExpertSizes, choose_sharing
 from specdec.models.mixtures.rules import ExpertsConfig
 from specdec.parallel.group import Group
@@ -23,11 +23,11 @@ _DOWN = (
 )  # fmt: skip
 _SHARED_DOWN = (
     *(f"mlp.{shared}.down_proj" for shared in ("shared_experts", "shared_expert", "shared_mlp")),
-    *("shared_mlp.output_linear", "mixer.shared_experts.down_proj"),
+    *("shared_mlp.output_linear", "mixer.shared_experts.down_proj", "block_sparse_moe.shared_experts.down_proj"),
 )
 _PLAIN_DOWN = ("mlp.down_proj", "shared_mlp.output_linear", "mixer.down_proj", "feed_forward.down_proj", "feed_forward.w2")
 _ATTENTION_OUTPUTS = "self_attn.o_proj", "self_attn.out_proj", "mixer.o_proj"
-_RECURRENT_OUTPUTS = "linear_attn.out_proj", "conv.out_proj", "mamba.out_proj", "mixer.out_proj"
+_RECURRENT_OUTPUTS = "linear_attn.out_proj", "linear_attn.o_proj", "conv.out_proj", "mamba.out_proj", "mixer.out_proj"
 
 
 class Shared(Protocol):
@@ -113,7 +113,7 @@ def join(model: Shared, group: Group) -> None:
     """Tells a rank's share which ranks hold the rest: norms add up the partial sums of the layer before them."""
     model.group = group
     for module in model.modules():
-        if isinstance(module, RMSNorm):
+        if isinstance(module, RMSNorm | NoNorm):
             module.group = group
     model.vocabulary = Vocabulary.of(model.vocabulary.size, group)
 

@@ -33,6 +33,9 @@ CASES = [
     ("falcon_h1", "eagle3", (4, 3, 12), 4, 3, 10),
     ("bamba", "eagle1", (5, 1, 6), 16, 2, 12),
     ("nemotron_h", "eagle3", (5, 8, 32), 5, 4, 9),
+    ("olmo_hybrid", "eagle3", (4, 4, 14), 5, 3, 9),
+    ("kimi_linear", "eagle3", (4, 4, 14), 4, 3, 7),
+    ("kimi_linear", "ngram", (5, 1, 6), 16, 2, 64),
 ]
 
 

@@ -19,7 +19,7 @@ from specdec.models.checkpoints.checkpoint import Checkpoint, resolve_target
 from specdec.models.checkpoints.loader import DTYPES
 from specdec.models.checkpoints.mistaken import head_mark, tensor_mark
 from specdec.models.checkpoints.mtp_names import count_key, mtp_prefixes
-from specdec.models.config import ModelConfig, RopeConfig, read_json
+from specdec.models.config import NO_ROPE, ModelConfig, RopeConfig, read_json
 from specdec.models.gguf.file import is_gguf, open_gguf
 from specdec.models.kv import cache_layout
 from specdec.models.mixtures.fill import in_runs
@@ -121,8 +121,10 @@ def _alibi(config: ModelConfig) -> str:
     return "none: ALiBi of roots of distances" if config.sqrt_alibi else "none: ALiBi"
 
 
-def _rope(rope: RopeConfig) -> dict[str, Any]:
+def _rope(rope: RopeConfig) -> dict[str, Any] | str:
     """The type, theta, and what else is not as usual."""
+    if rope.kind == NO_ROPE:
+        return "none: positions turn nothing"
     usual = asdict(type(rope)())
     others = {name: value for name, value in asdict(rope).items() if value != usual[name] and name not in ("kind", "theta")}
     return {"type": rope.kind, "theta": rope.theta, **others}

@@ -14,7 +14,7 @@ from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.config_values import DTYPE_NAMES
 from specdec.models.checkpoints.kv_scales import take_kv_scale
 from specdec.models.config import ModelConfig
-from specdec.models.layers import MLP, HeadsRMSNorm, RMSNorm, SelfAttention
+from specdec.models.layers import MLP, HeadsRMSNorm, NoNorm, RMSNorm, SelfAttention
 from specdec.models.linear import ONLY, Linear, LinearStack, Stored
 from specdec.models.making import making
 from specdec.models.schemes.formats import RoundToNearest
@@ -309,6 +309,8 @@ def fill_layer(
     """
     assert isinstance(layer, TargetLayer)
     for name, part in layer.named_children():
+        if isinstance(part, NoNorm):
+            continue
         if isinstance(part, RMSNorm):
             fill_norm(part, checkpoint, named(checkpoint, prefix, name, norms))
         else:

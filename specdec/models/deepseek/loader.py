@@ -17,9 +17,10 @@ from specdec.models.mixtures.fill import USUAL, expect_mixture, fill_mixture
 from specdec.models.mixtures.layer import MixtureOfExperts
 
 
-def _expect(checkpoint: Checkpoint, config: DeepseekConfig) -> None:
+def expect_latents(checkpoint: Checkpoint, config: DeepseekConfig, layer: int = 0) -> None:
+    """ValueError if a config's sizes are not those of that layer's attention, by the headers."""
     H, C, hidden, query_dim = config.num_heads, config.latent_rank, config.hidden_size, config.nope_dim + config.head_dim
-    matrix, attention = checkpoint.expect_matrix, "model.layers.0.self_attn"
+    matrix, attention = checkpoint.expect_matrix, f"model.layers.{layer}.self_attn"
     queries = "num_attention_heads, qk_nope_head_dim, qk_rope_head_dim and q_lora_rank"
     if config.q_rank is None:
         matrix(f"{attention}.q_proj", (H * query_dim, hidden), queries)
@@ -34,6 +35,10 @@ def _expect(checkpoint: Checkpoint, config: DeepseekConfig) -> None:
         matrix(f"{attention}.indexer.wq_b", (index.heads * index.head_dim, config.q_rank or 0), sizes)
         matrix(f"{attention}.indexer.wk", (index.head_dim, hidden), "index_head_dim and hidden_size")
         matrix(f"{attention}.indexer.weights_proj", (index.heads, hidden), "index_n_heads and hidden_size")
+
+
+def _expect(checkpoint: Checkpoint, config: DeepseekConfig) -> None:
+    expect_latents(checkpoint, config)
     by_types = config.family in BY_TYPES
     expect_mixture(checkpoint, config, USUAL._replace(layer_keys="mlp_layer_types") if by_types else USUAL)
 

@@ -32,7 +32,7 @@ def round_to_nearest(to: str) -> Quantization:
     """What `quantize="fp8"` or "int4" makes of ordinary weights: all but the output layer, which decides between tokens, and
     the few rows of recurrent layers that decide how long these remember.
     """
-    kept = Rule("exact", HEAD), Rule("regex", r".+\.in_proj_(ba|b|a)$")
+    kept = Rule("exact", HEAD), Rule("regex", r".+\.(in_proj_(ba|b|a)|(f_)?[ab]_proj)$")
     return Quantization(AT_LOAD, ((Rule("class", "Linear"), ROUNDED[to]),), kept, setting="quantize")
 
 

@@ -22,20 +22,28 @@ EPS = 1e-6  # of the length of queries and keys
 
 
 class Gates(NamedTuple):
-    """What a layer's gates are made of.  a_TH, b_TH: projections.  A_log_H, dt_bias_H: weights, in float32 or wider."""
+    """What a layer's gates are made of.  a_TH, b_TH: projections.  A_log_H, dt_bias_H: weights, in float32 or wider.
+
+    most: how strong a token can be: above 1, a state's share along a key may change its sign.
+    """
 
     a_TH: Tensor
     b_TH: Tensor
     A_log_H: Tensor
     dt_bias_H: Tensor
+    most: float = 1.0
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self[:4]
 
     def decay_TH(self, dtype: torch.dtype) -> Tensor:
         """Each token's log-decay, at most 0."""
         return -self.A_log_H.to(dtype).exp() * F.softplus(self.a_TH.to(dtype) + self.dt_bias_H.to(dtype))
 
     def beta_TH(self, dtype: torch.dtype) -> Tensor:
-        """Each token's strength, between 0 and 1."""
-        return self.b_TH.sigmoid().to(dtype)
+        """Each token's strength, between 0 and `most`."""
+        return self.b_TH.sigmoid().to(dtype) * self.most
 
 
 def read_tokens(y_BNC: Tensor, gates: Gates, key_heads: int, key_width: int, dtype: torch.dtype) -> RuleInputs:

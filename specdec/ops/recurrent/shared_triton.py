@@ -34,9 +34,9 @@ def log_decays(a_N, A_log, dt_bias):
 
 
 @triton.jit
-def strengths(b_N):
-    """Between 0 and 1, and rounded to b's dtype."""
-    return tl.sigmoid(b_N.to(tl.float32)).to(b_N.dtype).to(tl.float32)
+def strengths(b_N, MOST: tl.constexpr = 1.0):
+    """Between 0 and MOST; the sigmoid is rounded to b's dtype."""
+    return tl.sigmoid(b_N.to(tl.float32)).to(b_N.dtype).to(tl.float32) * MOST
 
 
 @triton.jit

@@ -26,11 +26,13 @@ from specdec.models.diffllama.config import parse_diffllama
 from specdec.models.falcon_h1.config import parse_falcon_h1
 from specdec.models.gpt_oss.config import parse_gpt_oss
 from specdec.models.granite_hybrid.config import parse_granite_hybrid
+from specdec.models.kimi_linear.config import parse_kimi_linear
 from specdec.models.layers import Rotary
 from specdec.models.lfm2.config import parse_lfm2
 from specdec.models.llama.config import parse_llama
 from specdec.models.mixtures.loader import FAMILIES as MIXTURES
 from specdec.models.nemotron_h.config import parse_nemotron_h
+from specdec.models.olmo_hybrid.config import parse_olmo_hybrid
 from specdec.models.registry import choose_target, load_chosen
 from specdec.models.yarn import parse_rope_with_yarn
 
@@ -61,6 +63,8 @@ PARSERS: dict[str, Parse] = {
     "NemotronHConfig": parse_nemotron_h,
     "FalconH1Config": parse_falcon_h1,
     "BambaConfig": parse_bamba,
+    "OlmoHybridConfig": parse_olmo_hybrid,
+    "KimiLinearConfig": parse_kimi_linear,
 }
 # Fields that say less where the config does: nothing ends a text, texts are shorter, no layers of MTP are there.
 CAUTIOUS = ("eos_ids", "max_position", "mtp_layers")
@@ -68,6 +72,7 @@ CAUTIOUS = ("eos_ids", "max_position", "mtp_layers")
 WANTING: dict[str, dict[str, Any]] = {
     "Glm4MoeConfig": {"head_dim": 128},
     "Lfm2Config": {"layer_types": None, "full_attn_idxs": [2]},  # the class has attention in all layers
+    "OlmoHybridConfig": {"rope_parameters": None},  # no rope, as released checkpoints have it; the class turns heads
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"] * 16},
     "GraniteMoeHybridConfig": {"layer_types": ["mamba", "attention"] * 16},
     "BambaConfig": {"attn_layer_indices": [2]},

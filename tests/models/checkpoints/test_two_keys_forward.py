@@ -30,9 +30,12 @@ MIXTURES = (*OLMOE, *QWEN_MOES, "mixtral", *HY3, *ERNIE, *DOTS, *MINIMAX, *GLM4)
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # in wrappers they are read as outside
 LFM2 = ("lfm2", "lfm2_moe")
 GRANITE, NEMOTRON, FALCON, BAMBA = ("granitemoehybrid",), ("nemotron_h",), ("falcon_h1",), ("bamba",)
-BY_STATES = (*HYBRIDS, *LFM2, *GRANITE, *NEMOTRON, *FALCON, *BAMBA)
+OLMO = ("olmo_hybrid",)
+BY_STATES = (*HYBRIDS, *LFM2, *GRANITE, *NEMOTRON, *FALCON, *BAMBA, *OLMO)
 ORDINARY = (*LLAMAS, *GPT, *MIXTURES, *BY_STATES)  # heads
-ALL = (*ORDINARY, *DEEPSEEKS)
+KIMI = ("kimi_linear",)
+LATENT = (*DEEPSEEKS, *KIMI)
+ALL = (*ORDINARY, *LATENT)
 TIED = ("qwen2", "mimo", *LFM2)  # the zoo's models whose output layer is the embeddings
 UNTIED = tuple(family for family in ALL if family not in TIED)
 NEVER_TIED, MAY_BE_TIED = NEMOTRON, tuple(family for family in UNTIED if family not in NEMOTRON)
@@ -46,6 +49,8 @@ LLAMA3 = LINEAR | {
 }
 YARN = LINEAR | {"rope_type": "yarn", "original_max_position_embeddings": 8}
 FULL, WINDOWED, LINEAR_WORD = "full_attention", "sliding_attention", "linear_attention"
+KDA = {"head_dim": 8, "num_heads": 4, "short_conv_kernel_size": 4}
+LISTED = KDA | {"full_attn_layers": [2], "kda_layers": [1]}
 ON = {"sliding_window": 8, "use_sliding_window": True}
 MIXED = [WINDOWED, FULL]  # unlike max_window_layers, which windows the last layers
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
@@ -91,6 +96,7 @@ GROUPS = {
         [
             ((*LLAMAS, *GLM4, *MINIMAX, *BY_STATES), {"rope_parameters": LLAMA3, "max_position_embeddings": 512}, SAME),
             ((*DEEPSEEKS, *GPT, *MIXTURES[:7], *HYBRIDS), {"rope_parameters": YARN, "max_position_embeddings": 512}, SAME),
+            (KIMI, {"rope_parameters": YARN, "max_position_embeddings": 256}, SAME),  # nothing is turned
             (
                 (*DEEPSEEKS, *GPT),
                 {"rope_parameters": YARN | {"attention_factor": 1.7, "mscale": 0.7, "mscale_all_dim": 1.2}},
@@ -105,7 +111,9 @@ GROUPS = {
                 ORDINARY,
                 {"max_position_embeddings": 128, "max_sequence_length": 9, "model_max_length": 9},
                 SAME,
-            )
+            ),
+            (KIMI, {"max_position_embeddings": 128}, "model_max_length is another name of max_position_emb.* got 256 and 128"),
+            (KIMI, {"max_position_embeddings": 128, "model_max_length": ABSENT}, SAME),
         ],
     ),
     "family": KeyGroup("model_type architectures", [(ALL, {"architectures": ["GemmaForCausalLM"]}, SAME)]),
@@ -154,11 +162,12 @@ GROUPS = {
         [
             (ORDINARY, {"head_dim": 20}, "q_proj.weight' must have shape .* num_attention_heads, head_dim"),
             (("llama", "diffllama"), {"head_dim": None}, SAME),  # hidden_size / num_attention_heads
-            ((*OLMOE, *LFM2, *GRANITE, *FALCON), {"head_dim": ABSENT}, SAME),
+            ((*OLMOE, *LFM2, *GRANITE, *FALCON, *OLMO), {"head_dim": ABSENT}, SAME),
             ((*MIXTURES[1:], *HYBRIDS), {"head_dim": ABSENT}, "q_proj.weight' must have shape"),
             (("qwen2", "mimo"), {"head_dim": ABSENT}, SAME),
             (("deepseek_v3", *LITE), {"head_dim": 16}, "head_dim must be qk_rope_head_dim, 8, or absent, got 16.* no head_dim"),
-            (("deepseek_v2", *SPARSE), {"head_dim": 16}, SAME),  # GLM-5.2 says 192, and rotates 64
+            (("deepseek_v2", *SPARSE, *KIMI), {"head_dim": 16}, SAME),  # GLM-5.2 says 192, and rotates 64
+            (KIMI, {"qk_head_dim": 24}, "qk_head_dim must be qk_nope_head_dim . qk_rope_head_dim, 12, or absent, got 24"),
             (DEEPSEEKS, {"qk_head_dim": 24}, "qk_head_dim must be qk_nope_head_dim . qk_rope_head_dim, 20, or absent, got 24"),
         ],
         least=1,
@@ -169,7 +178,7 @@ GROUPS = {
             (ORDINARY, {"num_key_value_heads": 4}, "k_proj.weight' must have shape .* num_key_value_heads"),
             (("mistral",), {"num_key_value_heads": 1}, SAME),
             (("llama", "qwen2", "qwen3", "mimo", "diffllama"), {"num_key_value_heads": None}, "k_proj.weight' must have shape"),
-            (DEEPSEEKS, {"num_key_value_heads": 2}, "num_key_value_heads must be num_attention_heads, 4, or absent, got 2"),
+            (LATENT, {"num_key_value_heads": 2}, "num_key_value_heads must be num_attention_heads, 4, or absent, got 2"),
         ],
         least=1,
     ),
@@ -195,7 +204,7 @@ GROUPS = {
             (("qwen2", "mimo"), {"attention_bias": False}, SAME),
             (("qwen2", "mimo"), {"attention_bias": True}, SAME),
             (("glm_moe_dsa", *GPT, *OLMOE), {"attention_bias": False}, "not part of this architecture: .*bias"),
-            (("qwen3_moe", *GLM4, *HY3, *DOTS, *HYBRIDS), {"attention_bias": True}, ".bias' is missing"),
+            (("qwen3_moe", *GLM4, *HY3, *DOTS, *HYBRIDS, *OLMO), {"attention_bias": True}, ".bias' is missing"),
             ((*HY3, *FALCON, *BAMBA), {"mlp_bias": True}, ".bias' is missing"),
             ((*GRANITE, *FALCON, *BAMBA), {"attention_bias": True}, ".bias' is missing"),
             (NEMOTRON, {"attention_bias": True}, "attention_bias must be False"),
@@ -218,6 +227,8 @@ GROUPS = {
             (DEEPSEEKS, {"num_local_experts": 16}, "num_local_experts is another name of n_routed_experts, .* got 16 and 8"),
             ((*DEEPSEEKS, *GLM4, *DOTS), {"num_experts": 4}, "num_experts is another name of n_routed_experts, .* got 4 and 8"),
             (DEEPSEEKS, {"num_experts": 8, "num_local_experts": 8}, SAME),
+            (KIMI, {"n_routed_experts": 8}, "num_experts is another name of n_routed_experts, .* got 6 and 8"),
+            (KIMI, {"num_experts": ABSENT, "num_local_experts": 6}, SAME),
             (("qwen3_moe", *HY3, *OLMOE), {"num_experts": 8, "num_local_experts": 6}, "another name of num_experts.* 6 and 8"),
             (("qwen3_moe", *HY3, *OLMOE), {"num_experts": ABSENT, "num_local_experts": 8}, SAME),
             (ERNIE, {"num_experts": 6}, "num_experts is another name of moe_num_experts, .* got 6 and 8"),
@@ -232,8 +243,10 @@ GROUPS = {
         ],
     ),
     "experts of a token": KeyGroup(
-        "num_experts_per_tok experts_per_token moe_k",
+        "num_experts_per_tok experts_per_token moe_k num_experts_per_token",
         [
+            (KIMI, {"num_experts_per_tok": 3}, "num_experts_per_token is another name of num_experts_per_tok, .* got 2 and 3"),
+            (KIMI, {"num_experts_per_token": ABSENT, "num_experts_per_tok": 2}, SAME),
             (ERNIE, {"num_experts_per_tok": 2}, "num_experts_per_tok is another name of moe_k, .* got 2 and 3"),
             (ERNIE, {"moe_k": ABSENT, "num_experts_per_tok": 3}, SAME),
             (GPT, {"experts_per_token": 3}, "experts_per_token must be num_experts_per_tok, 2, or absent, got 3")],
@@ -246,7 +259,9 @@ GROUPS = {
             (ERNIE, {"moe_layer_start_index": 0, "moe_layer_interval": 2, "moe_layer_end_index": 7}, SAME),
             (ERNIE, {"moe_layer_start_index": 1, "moe_layer_interval": 1, "moe_layer_end_index": 0}, "layer 1 is dense by moe"),
             (("qwen3_moe", "qwen3_next"), {"mlp_only_layers": [1], "decoder_sparse_step": 2}, "layer 0 is dense by mlp_only"),
-            (DEEPSEEKS, {"moe_layer_freq": 2}, "moe_layer_freq must be 1, got 2"),
+            (LATENT, {"moe_layer_freq": 2}, "moe_layer_freq must be 1, got 2"),
+            (KIMI, {"first_k_dense_replace": 1}, "first_k_dense_replace must say what mlp_layer_types says"),
+            (KIMI, {"first_k_dense_replace": 0, "mlp_layer_types": ABSENT}, SAME),
             (HY3, {"first_k_dense_replace": 2}, "first_k_dense_replace must say what mlp_layer_types says"),
             (BY_TYPES, {"first_k_dense_replace": 2, "mlp_layer_types": ["dense", "sparse"]}, "first_k_dense_replace is 2, but"),
             (BY_TYPES, {"first_k_dense_replace": ABSENT, "mlp_layer_types": ["dense", "sparse"]}, SAME),
@@ -262,8 +277,12 @@ GROUPS = {
         ],
     ),
     "recurrent layers": KeyGroup(
-        "layer_types full_attention_interval full_attn_idxs layers_block_type hybrid_override_pattern attn_layer_indices",
+        "layer_types full_attention_interval full_attn_idxs layers_block_type hybrid_override_pattern attn_layer_indices "
+        "linear_attn_config",
         [
+            (KIMI, {"layer_types": ABSENT, "linear_attn_config": LISTED}, SAME),
+            (KIMI, {"layer_types": [LINEAR_WORD, FULL], "linear_attn_config": LISTED}, SAME),
+            (KIMI, {"layer_types": [FULL, LINEAR_WORD], "linear_attn_config": LISTED}, "layer_types must say what the li"),
             (HYBRIDS, {"full_attention_interval": 1}, SAME),
             (HYBRIDS, {"layer_types": ABSENT, "full_attention_interval": 2}, SAME),
             (HYBRIDS, {"layer_types": ABSENT, "full_attention_interval": 3}, "layers must be of both kinds"),
@@ -296,6 +315,27 @@ GROUPS = {
             (NEMOTRON, {"norm_eps": 0.5, "layer_norm_epsilon": 0.5}, SAME),
         ],
     ),
+    "sizes of recurrent layers": KeyGroup(
+        "linear_attn_config linear_head_dim linear_num_heads linear_conv_kernel_dim",
+        [
+            (KIMI, {"linear_attn_config": KDA, "linear_head_dim": 16}, "linear_head_dim must be what linear_attn_config says"),
+            (KIMI, {"linear_attn_config": KDA, "linear_num_heads": 8}, "linear_num_heads must be what linear_attn_config says"),
+            (KIMI, {"linear_attn_config": KDA, "linear_conv_kernel_dim": 3}, "linear_conv_kernel_dim must be what linear_att"),
+            (KIMI, {"linear_attn_config": {}, "linear_head_dim": 8, "linear_num_heads": 4, "linear_conv_kernel_dim": 4}, SAME),
+        ],
+    ),
+    "weights of a token's experts": KeyGroup(
+        "norm_topk_prob moe_renormalize",
+        [(KIMI, {"norm_topk_prob": False}, "moe_renormalize is another name of norm_topk_prob, .* got True and False")],
+    ),
+    "groups of experts": KeyGroup(
+        "n_group num_expert_group",
+        [(KIMI, {"n_group": 2}, "num_expert_group is another name of n_group, .* got 1 and 2")],
+    ),
+    "shared experts": KeyGroup(
+        "n_shared_experts num_shared_experts",
+        [(KIMI, {"n_shared_experts": 2}, "num_shared_experts is another name of n_shared_experts, .* got 1 and 2")],
+    ),
     "width of MLPs": KeyGroup(
         "intermediate_size block_ff_dim block_auto_adjust_ff_dim block_multiple_of block_ffn_dim_multiplier",
         [
@@ -314,7 +354,7 @@ GROUPS = {
     ),
     "weights in few bits": KeyGroup(
         "quantization_config compression_config",
-        [(ORDINARY, {"quantization_config": FP8, "compression_config": {**FP8, "x": 1}}, "must be equal")],
+        [((*ORDINARY, *KIMI), {"quantization_config": FP8, "compression_config": {**FP8, "x": 1}}, "must be equal")],
     ),
 }  # fmt: skip
 ROWS = [

@@ -19,6 +19,7 @@ from specdec.loading.about.inspect_target import target_facts
 from specdec.loading.load import check_pair
 from specdec.models.causal_lm import CausalLM
 from specdec.models.checkpoints.frame import load_family
+from specdec.models.linear import Linear
 from specdec.models.registry import check_chosen, choose_target, load_chosen
 from specdec.options import EngineOptions
 from specdec.parallel.shard import Shard
@@ -39,23 +40,42 @@ def logits(model: CausalLM, tokens: int = 7) -> torch.Tensor:
 
 
 def held(model: CausalLM) -> int:
-    storages = [x.untyped_storage() for x in (*model.parameters(), *model.buffers())]  # a tied head shares its memory
-    return sum({each.data_ptr(): each.nbytes() for each in storages}.values()) - model.rotary.table.nbytes
+    shared = {model.embed_tokens.weight.data_ptr()} if model.config.tie_embeddings else set()  # by a tied head
+    own = [x for x in (*model.parameters(), *model.buffers()) if x.untyped_storage().data_ptr() not in shared]
+    return sum(x.nbytes for x in own) + len(shared) * model.embed_tokens.weight.nbytes - model.rotary.table.nbytes
 
 
 SIZES: dict[str, dict[str, Any]] = {  # widths of whole groups, in two layers
     "lfm2": dict(hidden_size=64, block_ff_dim=64, block_auto_adjust_ff_dim=False, num_hidden_layers=2),
     "lfm2_moe": dict(hidden_size=64, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=2),
-}
+    "olmo_hybrid": dict(
+        hidden_size=64, intermediate_size=64, linear_value_head_dim=16, linear_num_value_heads=8, linear_num_key_heads=4,
+        linear_key_head_dim=16, num_hidden_layers=2,
+    ),
+    "kimi_linear": dict(
+        hidden_size=64, intermediate_size=64, moe_intermediate_size=32, v_head_dim=8, kv_lora_rank=32, num_hidden_layers=2,
+        linear_attn_config={"head_dim": 32, "num_heads": 2, "short_conv_kernel_size": 4}, mlp_layer_types=["dense", "sparse"],
+    ),
+}  # fmt: skip
 SHORT = {"lfm2": ["conv", "full_attention"], "lfm2_moe": ["conv", "full_attention"]}
-CASES = [("lfm2", "w4a16 g32 asym", "^$"), ("lfm2", "awq", "^$"), ("lfm2_moe", "w4a16 g32 asym", r"^$")]
+SHORT["olmo_hybrid"] = ["linear_attention", "full_attention"]
+SHORT["kimi_linear"] = SHORT["olmo_hybrid"]
+CASES = [
+    ("kimi_linear", "w4a16 g32 asym", "kv_b_proj"),  # which is dequantised, and which a plan counts as it is stored
+    ("olmo_hybrid", "w4a16 g32 asym", "^$"),
+    ("lfm2", "w4a16 g32 asym", "^$"),
+    ("lfm2", "awq", "^$"),
+    ("lfm2_moe", "w4a16 g32 asym", r"^$"),
+]
 
 
 @pytest.mark.parametrize(("family", "scheme", "left"), CASES)
 def test_a_scheme_s_numbers_and_bytes(tmp_path: Path, family: str, scheme: str, left: str) -> None:
     """Keeps out: rows in the file's order under scales in ours, and bytes that a plan counts otherwise."""
     plain = save_more(tmp_path / "plain", family, **SIZES[family], layer_types=SHORT[family])
-    few = load(quantised := as_quantised(plain, tmp_path / "quantised", SCHEMES[scheme], left))
+    own = SCHEMES[scheme]
+    own = own if left == "^$" else own._replace(config=own.config | {"ignore": ["lm_head", f"re:.*{left}"]})
+    few = load(quantised := as_quantised(plain, tmp_path / "quantised", own, left))
     want = logits(load(plain))
     torch.testing.assert_close(logits(few), want, atol=1e-5 * float(want.abs().max()), rtol=1e-5)
     options = EngineOptions(dtype="float32", max_seq_len=64)
@@ -63,9 +83,27 @@ def test_a_scheme_s_numbers_and_bytes(tmp_path: Path, family: str, scheme: str, 
 
 
 @pytest.mark.parametrize("family", MORE)
+def test_weights_rounded_at_load(tmp_path: Path, family: str) -> None:
+    """Keeps out: gates of a rule in few bits; a plan that counts other matrices than are rounded."""
+    folder = save_more(tmp_path, family, **SIZES[family], layer_types=SHORT[family])
+    model, dense = load(folder, "fp8"), load(folder)
+    mixer = model.layers[0].self_attn
+    matrices = {name: each.is_quantised for name, each in mixer.named_children() if isinstance(each, Linear)}
+    assert matrices.pop("in_proj") and not (matrices.pop("gates_proj", False) or matrices.pop("f_b_proj", False))
+    assert all(matrices.values())
+    assert float((logits(model) - logits(dense)).std() / logits(dense).std()) < 0.4
+    options = EngineOptions(dtype="float32", max_seq_len=64, quantize="fp8")
+    assert plan_memory(folder, None, None, options, 10**10).parts["weights of the target"] == held(model)
+
+
+# Biases of convolutions, and pieces of convolutions that are of equal size, as published ones are of whole heads.
+TO_SHARE: dict[str, dict[str, Any]] = {"lfm2": {"conv_bias": True}, "olmo_hybrid": {"linear_value_head_dim": 4}}
+
+
+@pytest.mark.parametrize("family", MORE)
 def test_two_ranks_write_what_one_writes(tmp_path: Path, family: str) -> None:
     """Keeps out: a rank with another one's channels, gates or states; a plan of a rank that counts the whole."""
-    folder = save_more(tmp_path, family, **({"conv_bias": True} if family == "lfm2" else {}))
+    folder = save_more(tmp_path, family, **TO_SHARE.get(family, {}))
 
     def use(decoder: SpecDecoder) -> list[list[int]]:
         prompts = [[1, 2, 3, 4, 5, 6, 7], [9]]
@@ -82,6 +120,30 @@ def test_two_ranks_write_what_one_writes(tmp_path: Path, family: str) -> None:
     assert plan.parts["weights of the target"] == held(first)
 
 
+def test_convolutions_in_pieces_as_published_are_the_same(tmp_path: Path) -> None:
+    """transformers saves three pieces of one size, of whatever kinds.  Keeps out: values' channels taken for keys'."""
+    folder = save_more(tmp_path / "thirds", "olmo_hybrid")
+    tensors = load_file(folder / "model.safetensors")
+    names = [f"model.layers.0.linear_attn.{letter}_conv1d.weight" for letter in "qkv"]
+    assert [len(tensors[name]) for name in names] == [27, 27, 26]
+    pieces = torch.cat([tensors[name] for name in names]).split((16, 16, 48))
+    (tmp_path / "kinds").mkdir()
+    (tmp_path / "kinds" / "config.json").write_text((folder / "config.json").read_text())
+    kinds = {name: piece.clone() for name, piece in zip(names, pieces, strict=True)}
+    save_file(tensors | kinds, tmp_path / "kinds" / "model.safetensors")
+    assert torch.equal(logits(load(tmp_path / "kinds")), logits(load(folder)))
+
+
+def test_no_rope_where_a_file_names_none(tmp_path: Path) -> None:
+    """Keeps out: heads turned by transformers' theta, which no released checkpoint was trained with."""
+    folder = save_more(tmp_path, "olmo_hybrid")
+    raw, found = json.loads((folder / "config.json").read_text()), []
+    for rope in (raw["rope_parameters"], None, {}, {"rope_type": "default"}):
+        (folder / "config.json").write_text(json.dumps({**raw, "rope_parameters": rope}))
+        found.append(target_facts(folder)["target"]["rope"])
+    assert found == ["none: positions turn nothing"] * 4
+
+
 @pytest.mark.parametrize("family", MORE)
 def test_inspect_says_what_layers_keep(tmp_path: Path, family: str) -> None:
     folder = save_more(tmp_path, family)
@@ -92,7 +154,38 @@ def test_inspect_says_what_layers_keep(tmp_path: Path, family: str) -> None:
 
 
 # A family, keys of its config.json, and what is said of them.
+KDA = {"head_dim": 8, "num_heads": 4, "short_conv_kernel_size": 4}
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope must be True, got False"),
+    ("kimi_linear", {"moe_router_activation_func": "softmax"}, "moe_router_activation_func must be 'sigmoid'"),
+    ("kimi_linear", {"moe_layer_freq": 2}, "moe_layer_freq must be 1, got 2"),
+    ("kimi_linear", {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers must be 0, got 1"),
+    ("kimi_linear", {"attention_bias": True}, "attention_bias must be False"),
+    ("kimi_linear", {"gate_lower_bound": -5.0}, "unknown config keys gate_lower_bound"),
+    ("kimi_linear", {"linear_attn_config": {**KDA, "gate": 1}}, "linear_attn_config: unknown config keys gate"),
+    (
+        "kimi_linear",
+        {"linear_attn_config": {**KDA, "head_dim": 16}},
+        "linear_head_dim must be what linear_attn_config says, 16",
+    ),
+    ("kimi_linear", {"layer_types": None, "linear_attn_config": KDA}, "lacks layer_types, and in linear_attn_config"),
+    (
+        "kimi_linear",
+        {"linear_attn_config": {**KDA, "full_attn_layers": [4], "kda_layers": [1, 2, 3]}},
+        "layer_types must say what the lists of linear_attn_config say",
+    ),
+    ("kimi_linear", {"linear_attn_config": {**KDA, "full_attn_layers": [0], "kda_layers": [1, 2, 3]}}, "each number from 1"),
+    ("kimi_linear", {"first_k_dense_replace": 2}, "first_k_dense_replace must say what mlp_layer_types says"),
+    ("kimi_linear", {"mlp_layer_types": ["sparse"] * 4}, "layer 0 is a mixture by first_k_dense_replace"),
+    ("kimi_linear", {"num_key_value_heads": 1}, "num_key_value_heads must be num_attention_heads, 4, or absent, got 1"),
+    ("olmo_hybrid", {"layer_types": ["linear_attention"] * 4}, "layers must be of both kinds"),
+    ("olmo_hybrid", {"layer_types": ["full_attention"] + ["linear_attention"] * 3}, "layer 0 is of full_attention by layer"),
+    ("olmo_hybrid", {"linear_num_value_heads": 3}, "linear_num_value_heads must be a multiple of linear_num_key_heads"),
+    ("olmo_hybrid", {"linear_value_head_dim": 16}, "v_proj.weight' must have shape .*linear_value_head_dim"),
+    ("olmo_hybrid", {"linear_conv_kernel_dim": 3}, "must have 3 taps by linear_conv_kernel_dim, got 4"),
+    ("olmo_hybrid", {"hidden_act": "gelu"}, "hidden_act must be 'silu'"),
+    ("olmo_hybrid", {"linear_use_gate": True}, "unknown config keys linear_use_gate"),
+    ("olmo_hybrid", {"rope_parameters": {"rope_type": "longrope", "rope_theta": None}}, "rope_theta must be a finite|longrope"),
     ("lfm2", {"layer_types": ["conv"] * 4}, "layers must be of both kinds"),
     ("lfm2", {"layer_types": ["conv", "mamba", "full_attention", "conv"]}, "layer_types must be 4 of full_attention or conv"),
     ("lfm2", {"layer_types": ["full_attention", "conv", "conv", "conv"]}, "layer 0 is of full_attention by layer_types"),

@@ -41,13 +41,14 @@ def tokens_of(count: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def weights_of() -> Weights:
-    return Weights(*(each.cuda() for each in Weights.random(SIZES, torch.bfloat16)))
+    return Weights(*(each.cuda() for each in Weights.random(SIZES, torch.bfloat16)[:3]))
 
 
 def doubled(gates: Gates) -> Gates:
     """With strengths as bfloat16 rounds them: what the definition does in float64 begins after that."""
     beta_TH = gates.b_TH.sigmoid().double()
-    return Gates(gates.a_TH.double(), (beta_TH / (1 - beta_TH)).log(), gates.A_log_H.double(), gates.dt_bias_H.double())
+    decays = gates.A_log_H.double(), gates.dt_bias_H.double()
+    return Gates(gates.a_TH.double(), (beta_TH / (1 - beta_TH)).log(), *decays, gates.most)
 
 
 def error(got: Tensor, want: Tensor) -> float:

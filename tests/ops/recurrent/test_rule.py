@@ -42,7 +42,7 @@ def test_nodes_and_commits(seed: int) -> None:
     torch.set_default_dtype(torch.float64)
     try:
         rng = random.Random(seed)
-        weights, layer = Weights.random(SIZES, torch.float64), poisoned(SIZES, 8, 8, 40, torch.float64)
+        weights, layer = Weights.random(SIZES, torch.float64, rng.choice([1.0, 2.0])), poisoned(SIZES, 8, 8, 40, torch.float64)
         texts, numbers, paths = [Text(), Text(), Text()], [[0, 2, 3], [0, 4, 5], [0, 6, 7]], [[], [], []]
         for _ in range(5):
             nodes, chain = rng.choice([1, 2, 6, 33]), rng.random() < 0.3

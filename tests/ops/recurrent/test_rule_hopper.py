@@ -16,7 +16,7 @@ SIZES = Sizes(G=1, H=3, K=128, V=128)
 
 
 def on_device(gates: Gates) -> Gates:
-    return Gates(*(each.to(DEVICE) for each in gates))
+    return Gates(*(each.to(DEVICE) for each in gates.tensors), gates.most)
 
 
 def test_passes_that_the_kernel_takes() -> None:

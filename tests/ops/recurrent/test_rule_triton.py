@@ -16,7 +16,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}
 
 
 def on_device(gates: Gates) -> Gates:
-    return Gates(*(each.to(DEVICE) for each in gates))
+    return Gates(*(each.to(DEVICE) for each in gates.tensors), gates.most)
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,14 @@ SHORT: dict[str, dict[str, Any]] = {  # so many layers of hybrids
     "falcon_h1": {"num_hidden_layers": LAYERS},
     "bamba": {"num_hidden_layers": LAYERS},
 }
+SHORT["olmo_hybrid"] = {  # with pieces of convolutions as published files have them, because they are of equal size
+    "num_hidden_layers": LAYERS, "layer_types": ["linear_attention", "full_attention"], "linear_value_head_dim": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+}  # fmt: skip
+SHORT["kimi_linear"] = {  # no dense layer, whose tensors have two names
+    "num_hidden_layers": LAYERS, "layer_types": ["linear_attention", "full_attention"], "mlp_layer_types": ["sparse"] * LAYERS,
+    "linear_attn_config": {"head_dim": 8, "num_heads": 4, "short_conv_kernel_size": 4},
+}  # fmt: skip
 
 
 class NativeZoo:

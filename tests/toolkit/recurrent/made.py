@@ -33,20 +33,21 @@ class Weights(NamedTuple):
     conv_ZC: Tensor
     A_log_H: Tensor
     dt_bias_H: Tensor
+    most: float = 1.0
 
     @classmethod
-    def random(cls, sizes: Sizes, dtype: torch.dtype) -> Weights:
-        """Log-decays go down to about -20."""
+    def random(cls, sizes: Sizes, dtype: torch.dtype, most: float = 1.0) -> Weights:
+        """Log-decays go down to about -20.  most: of a token's strength."""
         wide = torch.promote_types(dtype, torch.float32)
         A_log = torch.rand(sizes.H, dtype=wide).mul(3).clamp(max=2.9)
-        return cls(torch.randn(sizes.Z, sizes.C).to(dtype), A_log, torch.rand(sizes.H, dtype=wide))
+        return cls(torch.randn(sizes.Z, sizes.C).to(dtype), A_log, torch.rand(sizes.H, dtype=wide), most)
 
     @property
     def conv(self) -> Convolution:
         return Convolution(self.conv_ZC)
 
     def gates(self, a_TH: Tensor, b_TH: Tensor) -> Gates:
-        return Gates(a_TH, b_TH, self.A_log_H, self.dt_bias_H)
+        return Gates(a_TH, b_TH, self.A_log_H, self.dt_bias_H, self.most)
 
 
 def poisoned(sizes: Sizes, numbers: int, own: int, nodes: int, dtype: torch.dtype, device: str = "cpu") -> LayerStates:
@@ -103,7 +104,7 @@ def by_the_rule(x_MC: Tensor, a_MH: Tensor, b_MH: Tensor, weights: Weights, size
             q_K, k_K = (x[h // (H // G)] / (x[h // (H // G)].square().sum() + 1e-6).sqrt() for x in (q, k))
             g = -weights.A_log_H[h].exp() * F.softplus(a_MH[m, h].to(dtype) + weights.dt_bias_H[h])
             faded = g.exp() * state[h]
-            state[h] = faded + k_K[:, None] * (b_MH[m, h].to(dtype).sigmoid() * (v[h] - k_K @ faded))
+            state[h] = faded + k_K[:, None] * (weights.most * b_MH[m, h].to(dtype).sigmoid() * (v[h] - k_K @ faded))
             outputs.append(q_K * K**-0.5 @ state[h])
         states.append(state.clone())
     return torch.stack(outputs).view(len(x_MC), H, V), torch.stack(states)

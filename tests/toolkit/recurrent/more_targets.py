@@ -11,7 +11,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Lfm2Config, Lfm2ForCausalLM, Lfm2MoeConfig, Lfm2MoeForCausalLM, PreTrainedModel
+from transformers import (
+    KimiLinearConfig,
+    KimiLinearForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    Lfm2MoeConfig,
+    Lfm2MoeForCausalLM,
+    OlmoHybridConfig,
+    OlmoHybridForCausalLM,
+    PreTrainedModel,
+)
 
 from toolkit.models import MORE_TARGETS, scaled
 
@@ -26,10 +36,24 @@ LFM2: dict[str, Any] = dict(
 LFM2_MOE: dict[str, Any] = dict(
     LFM2, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=16, num_dense_layers=1, routed_scaling_factor=1.5,
 )  # fmt: skip
+OLMO: dict[str, Any] = dict(
+    layer_types=["linear_attention", "full_attention", "linear_attention", "linear_attention"], linear_num_key_heads=2,
+    linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=12, linear_allow_neg_eigval=True,
+    tie_word_embeddings=False, rope_parameters={"rope_type": "default", "rope_theta": None},
+)  # fmt: skip
+KIMI: dict[str, Any] = dict(
+    num_key_value_heads=4, moe_intermediate_size=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8,
+    num_experts=6, num_experts_per_token=2, num_shared_experts=1, routed_scaling_factor=1.5, model_max_length=256,
+    linear_attn_config=dict(
+        head_dim=8, num_heads=4, short_conv_kernel_size=4, full_attn_layers=[3], kda_layers=[1, 2, 4]  # counted from 1
+    ),
+)  # fmt: skip
 # By model type: the config's class, the model's, what differs from COMMON, the seed.
 MORE: dict[str, tuple[Any, Any, dict[str, Any], int]] = {
     "lfm2": (Lfm2Config, Lfm2ForCausalLM, LFM2, 0),
     "lfm2_moe": (Lfm2MoeConfig, Lfm2MoeForCausalLM, {k: v for k, v in LFM2_MOE.items() if k != "block_multiple_of"}, 1),
+    "olmo_hybrid": (OlmoHybridConfig, OlmoHybridForCausalLM, OLMO, 2),
+    "kimi_linear": (KimiLinearConfig, KimiLinearForCausalLM, KIMI, 3),
 }
 
 

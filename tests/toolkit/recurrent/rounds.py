@@ -36,7 +36,7 @@ def in_the_middle(sizes: Sizes, nodes: int, chain: bool, dtype: torch.dtype, see
     """before: nodes of the trees before, some of whose paths are pending."""
     rng, wide = random.Random(seed), torch.promote_types(dtype, torch.float32)
     torch.manual_seed(seed)
-    weights, layer = Weights.random(sizes, dtype), poisoned(sizes, NUMBERS, OWN, max(nodes, before), dtype)
+    weights, layer = Weights.random(sizes, dtype, 1.0 + seed % 2), poisoned(sizes, NUMBERS, OWN, max(nodes, before), dtype)
     for number in (2, 4, 9):
         layer.rule.state_PHKV[number] = torch.randn(sizes.H, sizes.K, sizes.V, dtype=wide)
         layer.conv.conv_PWC[number] = torch.randn(sizes.Z - 1, sizes.C).to(dtype)

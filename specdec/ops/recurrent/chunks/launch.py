@@ -107,9 +107,9 @@ def launch_prepare(y_TC: Tensor, gates: Gates, layer: RuleStates, steps: ChunkSt
     )  # fmt: skip
     most_blocks = len(y_TC) // N + 2 * B  # a part ends with a block that is not whole, and so does what is kept of it
     chunk_prepare_kernel[(H, most_blocks)](
-        y_TC, *gates, steps.cu_B1, steps.after_B, *prepared, B, rows, y_TC.stride(0), gates.a_TH.stride(0),
+        y_TC, *gates.tensors, steps.cu_B1, steps.after_B, *prepared, B, rows, y_TC.stride(0), gates.a_TH.stride(0),
         gates.b_TH.stride(0), G=G, H=H, K=K, PRECISION=PRECISION, BLOCK_N=N, LOG_N=N.bit_length() - 1, BLOCK_K=min(K, 128),
-        SEARCH=SEARCH, num_warps=tiles.prepare_warps, **chained(y_TC.device),
+        SEARCH=SEARCH, MOST=gates.most, num_warps=tiles.prepare_warps, **chained(y_TC.device),
     )  # fmt: skip
     return prepared
 

@@ -24,7 +24,7 @@ def chunk_prepare_kernel(
     reads,  # [H, T, N]
     factors,  # [H, T, 4]: of keys that read the state, of queries that do, of keys that are added to it, of itself
     B, T, stride_y, stride_a, stride_b,
-    G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr,
+    G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr, MOST: tl.constexpr,
     BLOCK_N: tl.constexpr, LOG_N: tl.constexpr, BLOCK_K: tl.constexpr, SEARCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     h, n = tl.program_id(0), tl.arange(0, BLOCK_N)
@@ -40,7 +40,7 @@ def chunk_prepare_kernel(
     kk, k_length = _products(from_k_NK, from_k_NK, ok_N, K, PRECISION, BLOCK_N, BLOCK_K)
     decay_N = log_decays(tl.load(a + at_N * stride_a + h, mask=ok_N, other=0.0), tl.load(A_log + h), tl.load(dt_bias + h))
     decay_N = tl.where(ok_N, decay_N, 0.0)
-    beta_N = strengths(tl.load(b + at_N * stride_b + h, mask=ok_N, other=0.0))
+    beta_N = strengths(tl.load(b + at_N * stride_b + h, mask=ok_N, other=0.0), MOST)
     i, j = n[:, None], n[None, :]
     summed_N = tl.cumsum(decay_N, 0)
     # Above the diagonal the difference may be large: it never meets exp.

@@ -28,7 +28,7 @@ def tree_nodes_kernel(
     solved,  # [B, H, 2 P P + 2 P]: A, T, f, r
     stride_y, stride_a, stride_b, stride_k, stride_decay,
     N: tl.constexpr, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, DEPTH: tl.constexpr, CHAIN: tl.constexpr,
-    HALVINGS: tl.constexpr, PRECISION: tl.constexpr, M: tl.constexpr, P: tl.constexpr,
+    HALVINGS: tl.constexpr, PRECISION: tl.constexpr, M: tl.constexpr, P: tl.constexpr, MOST: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     row, h = tl.program_id(1).to(tl.int64), tl.program_id(0)
@@ -43,7 +43,7 @@ def tree_nodes_kernel(
     k_MK = tl.load(from_q_MK + G * K, mask=ok_M[:, None], other=0.0)
     q_squares, k_squares = squares(q_MK), squares(k_MK)
     decay_M = log_decays(tl.load(a + at_M * stride_a + h, mask=ok_M, other=0.0), tl.load(A_log + h), tl.load(dt_bias + h))
-    beta_M = strengths(tl.load(b + at_M * stride_b + h, mask=ok_M, other=0.0))
+    beta_M = strengths(tl.load(b + at_M * stride_b + h, mask=ok_M, other=0.0), MOST)
     # Numbers of a node that are not finite may reach those below it alone: `gated_delta.without_broken`.
     sound_M = (q_squares < float("inf")) & (k_squares < float("inf")) & (tl.abs(decay_M) < float("inf")) & (beta_M == beta_M)
     q_length, k_length = tl.rsqrt(q_squares + EPS) * K**-0.5, tl.rsqrt(k_squares + EPS)

@@ -65,8 +65,8 @@ def tree_rule_hopper_kernel(
     out,  # [B * N, H, V]
     stride_y, stride_a, stride_b, stride_state, stride_k, stride_u, stride_decay,
     N: gl.constexpr, E: gl.constexpr, G: gl.constexpr, H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, STEPS: gl.constexpr,
-    CHAIN: gl.constexpr, P: gl.constexpr, GROUP: gl.constexpr, SLICES: gl.constexpr, TURNS: gl.constexpr, PDL: gl.constexpr,
-    num_warps: gl.constexpr,
+    CHAIN: gl.constexpr, P: gl.constexpr, GROUP: gl.constexpr, SLICES: gl.constexpr, TURNS: gl.constexpr, MOST: gl.constexpr,
+    PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     BLOCK_V: gl.constexpr = 16 * num_warps
     BLOCKS: gl.constexpr = V // BLOCK_V
@@ -128,7 +128,7 @@ def tree_rule_hopper_kernel(
     to_k = k_left + number * stride_k + g * K
     store_keys(y + G * K + g * K, to_k, stride_y, N, G, K, H // G * BLOCKS, rows, num_warps)
     k_squares, q_squares = squares_smem.slice(0, P).load(nodes), squares_smem.slice(P, P).load(nodes)
-    decay_P, beta_P = log_decays(a_P, rate, bias), strengths(b_P)
+    decay_P, beta_P = log_decays(a_P, rate, bias), strengths(b_P, MOST)
     # Numbers of a node that are not finite may reach those below it alone: `gated_delta.without_broken`.
     sound_P = (q_squares < float("inf")) & (k_squares < float("inf")) & (gl.abs(decay_P) < float("inf")) & (beta_P == beta_P)
     summed_P = gl.where(sound_P, decay_P, 0.0)
@@ -262,9 +262,10 @@ def launch_tree_rule_hopper(
     memory = layer.state_PHKV, layer.k_LNGK, layer.u_LNHV, layer.decay_LNH
     limit = {"maxnreg": tiles.registers} if tiles.registers else {}
     tree_rule_hopper_kernel[(H * (V // (16 * tiles.warps)), B)](
-        y_TC, *gates, *memory, steps.read_B, steps.write_B, steps.count_B, steps.parents_BN, steps.path_BE, out_THV,
+        y_TC, *gates.tensors, *memory, steps.read_B, steps.write_B, steps.count_B, steps.parents_BN, steps.path_BE, out_THV,
         y_TC.stride(0), gates.a_TH.stride(0), gates.b_TH.stride(0), *(each.stride(0) for each in memory), N=N, E=E, G=G, H=H,
         K=K, V=V, STEPS=steps.max_depth.bit_length(), CHAIN=steps.is_chain, P=max(16, triton.next_power_of_2(N)),
-        GROUP=min(GROUP, triton.next_power_of_2(E)), SLICES=tiles.slices, TURNS=tiles.turns, num_warps=tiles.warps, **limit,
+        GROUP=min(GROUP, triton.next_power_of_2(E)), SLICES=tiles.slices, TURNS=tiles.turns, MOST=gates.most,
+        num_warps=tiles.warps, **limit,
         **chained(y_TC.device),
     )  # fmt: skip

@@ -167,12 +167,12 @@ def launch_tree_rule(
     block_v, group, here = min(V, tiles.block_v), min(E, tiles.group), chained(y_TC.device)
     memory = layer.state_PHKV, layer.k_LNGK, layer.u_LNHV, layer.decay_LNH
     numbers = steps.read_B, steps.write_B, steps.count_B, steps.path_BE
-    inputs, strides = (y_TC, *gates), (y_TC.stride(0), gates.a_TH.stride(0), gates.b_TH.stride(0))
+    inputs, strides = (y_TC, *gates.tensors), (y_TC.stride(0), gates.a_TH.stride(0), gates.b_TH.stride(0))
     of_memory = tuple(each.stride(0) for each in memory)
     if N == 1:
         step_rule_kernel[(H * (V // block_v), B)](
             *inputs, *memory, *numbers, out_THV, *strides, *of_memory, E=E, G=G, H=H, K=K, V=V, GROUP=group, BLOCK_V=block_v,
-            num_warps=tiles.warps, **here,
+            MOST=gates.most, num_warps=tiles.warps, **here,
         )  # fmt: skip
         return out_THV
     P, depth = max(8, triton.next_power_of_2(N)), steps.max_depth
@@ -181,7 +181,7 @@ def launch_tree_rule(
     tree_nodes_kernel[(H, B)](
         *inputs, layer.k_LNGK, layer.decay_LNH, steps.write_B, steps.parents_BN, solved, *strides, of_memory[1], of_memory[3],
         DEPTH=depth, CHAIN=steps.is_chain, HALVINGS=M.bit_length() - 1 if depth > 7 else 0,
-        M=M, num_warps=tiles.node_warps, **sizes, **here,
+        M=M, MOST=gates.most, num_warps=tiles.node_warps, **sizes, **here,
     )  # fmt: skip
     tree_rule_kernel[(H * (V // block_v), B)](
         y_TC, solved, *memory, *numbers, out_THV, strides[0], *of_memory, E=E, V=V, GROUP=group, BLOCK_K=min(K, tiles.block_k),
@@ -198,4 +198,4 @@ def check_rule(y_TC: Tensor, gates: Gates, layer: RuleStates) -> None:
     assert layer.state_PHKV.dtype == torch.float32 and H % G == 0
     for each in (gates.a_TH, gates.b_TH):
         assert each.shape == (len(y_TC), H) and each.stride(1) == 1
-    assert all(each.shape == (H,) and each.is_contiguous() for each in gates[2:])
+    assert all(each.shape == (H,) and each.is_contiguous() for each in gates.tensors[2:])

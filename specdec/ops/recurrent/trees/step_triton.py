@@ -26,7 +26,7 @@ def step_rule_kernel(
     out,  # [B, H, V]
     stride_y, stride_a, stride_b, stride_state, stride_k, stride_u, stride_decay,
     E: tl.constexpr, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK_V: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_V: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row, h, block = tl.program_id(1).to(tl.int64), tl.program_id(0) // (V // BLOCK_V), tl.program_id(0) % (V // BLOCK_V)
     g, k, v = h // (H // G), tl.arange(0, K), block * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -44,7 +44,7 @@ def step_rule_kernel(
     k_K = tl.load(y + row * stride_y + (G + g) * K + k).to(tl.float32)
     v_V = tl.load(y + row * stride_y + 2 * G * K + h * V + v).to(tl.float32)
     decay = log_decays(tl.load(a + row * stride_a + h), tl.load(A_log + h), tl.load(dt_bias + h))
-    beta = strengths(tl.load(b + row * stride_b + h))
+    beta = strengths(tl.load(b + row * stride_b + h), MOST)
     tiles = add_path(faded(raw, last, 1), decays, added, keys, last, 1, GROUP)
     if E > GROUP:
         tiles = add_rest(tiles, from_k, from_u_V, from_decay, path, accepted, G, H, K, V, GROUP, K)
