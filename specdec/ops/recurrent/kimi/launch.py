@@ -13,7 +13,8 @@ two, as in chunks/launch.py:
 Written in between, a token and head of 128 x 128 with blocks of 64 in bfloat16: keys and added in two halves each 1024 bytes,
 values 512, queries 256, reads 128: 1,920 bytes, so that 8,192 tokens of 32 heads leave 503 MB.  T in place of keys and values
 would leave less, as in chunks/launch.py; but keys and queries would have to be faded by each program that scans, which has no
-registers for them.
+registers for them.  On an H200 one text of 8,192 tokens takes 2.1 ms to prepare and 0.55 ms to scan: what prepares is a long
+line of small products with registers for 8 warps an SM; its instructions alone would take about a quarter of that.
 
 Precision, of bfloat16: a float32 number goes into a product as two bfloat16 halves, whose sum has 17 bits, and the product of
 two lower halves is left out.  What goes into outputs alone is rounded to bfloat16.  Of float16 and float32 everything is
