@@ -56,8 +56,6 @@ class GraniteMixture(MixtureOfExperts):
 class GraniteLayer(PreNormLayer):
     """A pre-norm block that adds its outputs times a number."""
 
-    norm_follows = False
-
     def __init__(self, config: GraniteConfig, index: int) -> None:
         mixer = Mamba2(config) if config.layer_kinds[index].recurrent else GraniteAttention(config)
         mlp = FusedMLP(config, config.intermediate_size) if config.experts is None else GraniteMixture(config)
