@@ -25,4 +25,4 @@ def fill(head: MtpHead, checkpoint: Checkpoint) -> None:
         for name, norm in norms.items():
             fill_norm(norm, checkpoint, name)
         fill_dense(layer.join, checkpoint, names.join, halves)
-        fill_layer(layer.block, checkpoint, names.block, spec.block.parts)
+        fill_layer(layer.block, checkpoint, names.block, spec.block.parts, spec.block.norms)

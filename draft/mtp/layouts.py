@@ -22,6 +22,9 @@ from specdec.models.mixtures.families.glm4_moe import parse_glm4_moe
 from specdec.models.mixtures.families.hy_v3 import parse_hy_v3
 from specdec.models.mixtures.loader import FAMILIES as MIXTURES
 from specdec.models.mixtures.loader import mixture_layer
+from specdec.models.nemotron_h.config import MTP_WORDS, mtp_words
+from specdec.models.nemotron_h.loader import MTP_PARTS
+from specdec.models.nemotron_h.modules import mtp_layer
 from specdec.models.qwen_hybrid.config import FAMILIES as HYBRIDS
 from specdec.models.qwen_hybrid.loader import PARTS as HYBRID_PARTS
 from specdec.models.qwen_hybrid.modules import hybrid_layer
@@ -122,18 +125,37 @@ def _dense(raw: dict[str, Any], target: ModelConfig, where: str) -> ModelConfig:
     return target
 
 
+def _one_blocks(raw: dict[str, Any], target: ModelConfig, where: str) -> ModelConfig:
+    """Two layers of one block each, attention and a mixture, which are one ordinary layer together."""
+    if target.mtp_layers > 1:
+        raise ValueError(
+            f"{where}: draft='mtp' runs one MTP layer of a {target.family} target, got {MTP_COUNT} {target.mtp_layers}; "
+            "nearest setting that works: draft='ngram'"
+        )
+    if (words := mtp_words(raw, where)) != MTP_WORDS or target.experts is None:
+        raise ValueError(
+            f"{where}: draft='mtp' runs an MTP layer of {' and '.join(MTP_WORDS)}, got {', '.join(words)}; nearest setting "
+            "that works: draft='ngram'"
+        )
+    return replace(target, experts=replace(target.experts, dense_layers=frozenset()), one_block=False)
+
+
 _PLAIN, _LATENT = MtpBlock(mixture_layer, {**PARTS, **LLAMA_PARTS}), MtpBlock(DeepseekLayer, PARTS)
 _HY3, _HYBRID = MtpBlock(mixture_layer, MIXTURES["hy_v3"].parts), MtpBlock(hybrid_layer, HYBRID_PARTS)
+_ONE_BLOCKS = MtpBlock(mtp_layer, MTP_PARTS, {"input_layernorm": ("0.norm",), "post_attention_layernorm": ("1.norm",)})
 _EH_COPIES = (("{0}.embed_tokens.weight", "model.embed_tokens.weight"), ("{0}.shared_head.head.weight", "lm_head.weight"))
 _EH = MtpNames("{0}.enorm", "{0}.hnorm", "{0}.eh_proj", "{0}.shared_head.norm", copies=_EH_COPIES)
 _EH_HY3 = MtpNames("{0}.enorm", "{0}.hnorm", "{0}.eh_proj", "{0}.final_layernorm")
+_EH_BLOCKS = MtpNames(
+    "{0}.layers.0.enorm", "{0}.layers.0.hnorm", "{0}.layers.0.eh_proj", "{0}.layers.1.final_layernorm", "{0}.layers"
+)  # fmt: skip
 _MIMO = MtpNames("{0}.token_layernorm", "{0}.hidden_layernorm", "{0}.input_proj", "{0}.final_layernorm")
 _ERNIE = MtpNames("{0}", "{1}", "{2}", "model.norm", "{3}")
 _MTP = MtpNames("{0}.pre_fc_norm_embedding", "{0}.pre_fc_norm_hidden", "{0}.fc", "{0}.norm", "{0}.layers.0")
 # transformers' MTP path is the reference of DeepSeek and GLM.  It has none for the others.  MiMo: vLLM and SGLang agree, whose
 # code came from the publisher.  Hy3: SGLang's code, which Tencent signed; vLLM's zeroes the first embedding, and is the same
-# otherwise.  Qwen's hybrids: LMDeploy and SGLang agree.  ERNIE: Baidu's FastDeploy; vLLM and SGLang zero the first embedding
-# and leave the target's norm out.
+# otherwise.  Qwen's hybrids: LMDeploy and SGLang agree; Nemotron: vLLM and SGLang.  ERNIE: Baidu's FastDeploy; vLLM and SGLang
+# zero the first embedding and leave the target's norm out.
 _USUAL = MtpRules(hidden_first=False, zeroes_first=False)
 LATENTS = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite")
 FAMILIES = {
@@ -142,5 +164,6 @@ FAMILIES = {
     "mimo": _Family(_MIMO, MtpRules(hidden_first=True, zeroes_first=True), _PLAIN, _dense),
     "hy_v3": _Family(_EH_HY3, _USUAL, _HY3, _hy_v3),
     "ernie4_5_moe": _Family(_ERNIE, _USUAL, _PLAIN, _ernie),
+    "nemotron_h": _Family(_EH_BLOCKS, _USUAL, _ONE_BLOCKS, _one_blocks),
     **dict.fromkeys(HYBRIDS, _Family(_MTP, _USUAL, _HYBRID, _hybrid)),
 }

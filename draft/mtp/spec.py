@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from specdec.models.causal_lm import PreNormLayer
-from specdec.models.checkpoints.loader import Parts
+from specdec.models.checkpoints.loader import OUR_NAMES, Names, Parts
 from specdec.models.config import ModelConfig
 
 
@@ -52,10 +52,14 @@ class MtpNames:
 
 
 class MtpBlock(NamedTuple):
-    """The decoder layer inside of an MTP layer.  make: from its config and number.  parts: how its modules are filled."""
+    """The decoder layer inside of an MTP layer.
+
+    make: from its config and number.  parts: how its modules are filled.  norms: of norms whose names are others.
+    """
 
     make: Callable[[Any, int], PreNormLayer]
     parts: Parts
+    norms: Names = OUR_NAMES
 
 
 @dataclass(frozen=True)

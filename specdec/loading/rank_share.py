@@ -15,11 +15,11 @@ from specdec.models.schemes.size import Held
 
 Shape = tuple[int, ...]
 BY_ROWS = re.compile(
-    r"(\.(q_proj|q_b_proj|kv_b_proj|gate_proj|up_proj|gate_up_proj|w1|w3|sinks|in_proj_\w+|([qkv]_)?conv1d|conv\.in_proj|"
-    r"conv\.conv|linear_attn\.[kvgab]_proj|([fg]_)?b_proj)|^lm_head)$"
+    r"(\.(q_proj|q_b_proj|kv_b_proj|gate_proj|up_proj|gate_up_proj|w1|w3|sinks|in_proj\w*|([qkv]_)?conv1d|conv\.conv|A_log|D"
+    r"|input_linear|(mamba|mixer)\.norm|linear_attn\.[kvgab]_proj|([fg]_)?b_proj)|^lm_head)$"
 )
 BY_KV_HEADS = re.compile(r"\.[kv]_proj$")
-BY_COLUMNS = re.compile(r"\.(o_proj|out_proj|down_proj|w2)$")
+BY_COLUMNS = re.compile(r"\.(o_proj|out_proj|down_proj|output_linear|w2)$")
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 

@@ -9,9 +9,11 @@ Shapes: T tokens, H hidden size, V vocabulary, R rows asked for.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specdec.attention.inputs import AttentionFn, LayerInputs
@@ -29,7 +31,30 @@ from specdec.parallel.shard import Shard
 from specdec.parallel.vocabulary import Vocabulary
 
 
-class PreNormLayer(nn.Module):
+class TargetLayer(nn.Module, ABC):
+    """A layer of a target.  input_layernorm: the norm of the residual stream before it, which the layer before applies."""
+
+    input_layernorm: RMSNorm
+
+    @abstractmethod
+    def forward(
+        self,
+        x_TH: Tensor,
+        normed_TH: Tensor,
+        rotation: Rotation,
+        attn: AttentionFn,
+        layer: int,
+        rows_R: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | Partials]:
+        """The pair (residual stream, what the caller still has to add to the stream), each [T, H] or [R, H].
+
+        The next layer's norm adds the two in its own kernel launch, which saves a launch a layer.
+        x_TH: the residual stream.  normed_TH: the stream after this layer's input norm.  rows_R: if given, the pair is computed
+        for these tokens only; the keys and values of all tokens are kept all the same.
+        """
+
+
+class PreNormLayer(TargetLayer):
     """A pre-norm transformer block: attention, then an MLP, each added to the residual stream.
 
     self_attn, mlp: the two modules of the block, called as SelfAttention and MLP are.  Latent attention and mixtures of experts
@@ -56,12 +81,7 @@ class PreNormLayer(nn.Module):
         layer: int,
         rows_R: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | Partials]:
-        """The pair (residual stream, MLP output that the caller still has to add to the stream), each [T, H] or [R, H].
-
-        The next layer's norm adds the two in its own kernel launch, which saves a launch a layer.
-        x_TH: the residual stream.  normed_TH: the stream after this layer's input norm.  rows_R: if given, the pair is computed
-        for these tokens only; the keys and values of all tokens are kept all the same.
-        """
+        """See TargetLayer."""
         attended = self.self_attn(normed_TH, rotation, attn, layer, rows_R)
         x = x_TH if rows_R is None else select_rows(x_TH, rows_R)
         x, normed = self.post_attention_layernorm.add(x, attended)
@@ -84,7 +104,7 @@ def decoder_layer(config: ModelConfig, index: int) -> PreNormLayer:
     return DecoderLayer(config, shares_kv=config.kv_source[index] != index)
 
 
-MakeLayer = Callable[[Any, int], PreNormLayer]  # from a family's config and the layer's number
+MakeLayer = Callable[[Any, int], TargetLayer]  # from a family's config and the layer's number
 
 
 def rows_of(attn: AttentionFn, asked_R: Tensor) -> AttentionFn:
@@ -136,9 +156,9 @@ class CausalLM(Target):
         end that store no keys and values.  The output of a captured layer has every token.
         """
         rotation = self.rotary.at(positions_T)
-        layers = [cast(PreNormLayer, layer) for layer in self.layers]
+        layers = [cast(TargetLayer, layer) for layer in self.layers]
         next_norms = [layer.input_layernorm for layer in layers[1:]] + [self.norm]
-        x, normed = layers[0].input_layernorm.embed(ids_T, self.embed_tokens.weight)
+        x, normed = self._embed(ids_T, layers[0].input_layernorm)
         assert len(set(aux_layers)) == len(aux_layers) and all(0 <= index < len(layers) for index in aux_layers), aux_layers
         aux_TAH = x.new_empty(x.shape[0], len(aux_layers), x.shape[1])  # the norms after these layers write their outputs here
         last, first = len(layers) - 1, self.config.first_of_rows(aux_layers)
@@ -157,4 +177,13 @@ class CausalLM(Target):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The logits [..., V] of final hidden states [..., H]."""
-        return self.lm_head(hidden)
+        logits, config = self.lm_head(hidden), self.config
+        logits = logits if config.logits_multiplier == 1 else logits * config.logits_multiplier
+        return logits if config.logits_divisor == 1 else logits / config.logits_divisor
+
+    def _embed(self, ids_T: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        """The pair (embeddings as the residual stream has them, their norm)."""
+        if (times := self.config.embedding_multiplier) == 1:
+            return norm.embed(ids_T, self.embed_tokens.weight)
+        x_TH = F.embedding(ids_T, self.embed_tokens.weight) * times
+        return x_TH, norm(x_TH)

@@ -93,6 +93,9 @@ class ModelConfig:
     zero_centred_norms: whether norms multiply by 1 + their weight (see RMSNorm), those of heads too.
     layer_kinds: which keys each layer reads; left out: all full.  softcap, has_sinks: whether any layer has them.
     sqrt_alibi: of layers with ALiBi, whether it counts the roots of distances.
+    one_block: whether a layer is one block: attention, or one that keeps a state, or an MLP or a mixture.
+    turns_heads: whether positions turn queries and keys (RoPE); otherwise layers know no positions (NoPE).
+    embedding_multiplier, logits_multiplier, logits_divisor: what embeddings and logits are multiplied with, or divided by.
     kv_source: for each layer, the layer whose keys and values it reads: its own number, or that of an earlier layer, which
         then stores its own; left out: every layer stores its own.
     features_refusal: why the outputs of this model's layers can't be a draft head's features; empty if they can.
@@ -128,6 +131,11 @@ class ModelConfig:
     qk_norm: bool = False
     norms_all_heads: bool = False
     zero_centred_norms: bool = False
+    one_block: bool = False
+    turns_heads: bool = True
+    embedding_multiplier: float = 1.0
+    logits_multiplier: float = 1.0
+    logits_divisor: float = 1.0
     layer_kinds: tuple[LayerKind, ...] = ()
     kv_source: tuple[int, ...] = ()
     features_refusal: str = ""
@@ -211,13 +219,24 @@ class ModelConfig:
         return 4.0 * self.num_heads * self.head_dim * sum(kind.span is None for kind in self.key_kinds)
 
     @property
+    def mlp_layers(self) -> tuple[int, ...]:
+        """The numbers of the layers that have an MLP or a mixture."""
+        kinds = enumerate(self.layer_kinds)
+        return tuple(layer for layer, kind in kinds if not (self.one_block and (kind.attends or kind.recurrent)))
+
+    @property
+    def dense_mlp_layers(self) -> tuple[int, ...]:
+        """Of these, those whose MLP is no mixture."""
+        return tuple(layer for layer in self.mlp_layers if self.experts is None or layer in self.experts.dense_layers)
+
+    @property
     def width_of_mlp(self) -> float:
         """Of the MLPs that a token passes in a layer together, on average over the layers."""
         if self.experts is None:
-            return float(self.intermediate_size)
+            return self.intermediate_size * len(self.mlp_layers) / self.num_layers
         chosen = self.experts.router.top_k * self.experts.intermediate_size + self.experts.shared_size
-        dense = len(self.experts.dense_layers) / self.num_layers
-        return dense * self.intermediate_size + (1 - dense) * chosen
+        dense = len(self.dense_mlp_layers)
+        return (dense * self.intermediate_size + (len(self.mlp_layers) - dense) * chosen) / self.num_layers
 
     @property
     def split_width(self) -> int:

@@ -44,7 +44,11 @@ FOLDERS = {
     "diffllama": ("diffllama",),
     "gpt_oss": ("gpt_oss",),
     "qwen_hybrid": HYBRIDS,
+    "bamba": ("bamba",),
+    "falcon_h1": ("falcon_h1",),
+    "granite_hybrid": ("granitemoehybrid",),
     "lfm2": ("lfm2", "lfm2_moe"),
+    "nemotron_h": ("nemotron_h",),
     "olmo_hybrid": ("olmo_hybrid",),
     "kimi_linear": ("kimi_linear",),
 }

@@ -18,14 +18,16 @@ from specdec.parallel.vocabulary import Vocabulary
 
 # What checkpoints call the matrices of experts whose columns ranks share; gpt-oss's are of all experts.
 _DOWN = (
-    "mlp.down_proj", "mlp.experts.down_proj", "mlp.experts.0.down_proj", "block_sparse_moe.experts.0.w2",
-    "feed_forward.experts.0.w2",
+    *(f"mlp.{matrix}" for matrix in ("down_proj", "experts.down_proj", "experts.0.down_proj")), "mixer.experts.0.down_proj",
+    *(f"block_sparse_moe.experts.0.{matrix}" for matrix in ("w2", "down_proj")), "feed_forward.experts.0.w2",
 )  # fmt: skip
-_RECURRENT_OUTPUTS = "linear_attn.out_proj", "linear_attn.o_proj", "conv.out_proj"
 _SHARED_DOWN = (
     *(f"mlp.{shared}.down_proj" for shared in ("shared_experts", "shared_expert", "shared_mlp")),
-    "block_sparse_moe.shared_experts.down_proj",
+    *("shared_mlp.output_linear", "mixer.shared_experts.down_proj", "block_sparse_moe.shared_experts.down_proj"),
 )
+_PLAIN_DOWN = ("mlp.down_proj", "shared_mlp.output_linear", "mixer.down_proj", "feed_forward.down_proj", "feed_forward.w2")
+_ATTENTION_OUTPUTS = "self_attn.o_proj", "self_attn.out_proj", "mixer.o_proj"
+_RECURRENT_OUTPUTS = "linear_attn.out_proj", "linear_attn.o_proj", "conv.out_proj", "mamba.out_proj", "mixer.out_proj"
 
 
 class Shared(Protocol):
@@ -134,15 +136,14 @@ def misfit(config: ModelConfig, size: int) -> str:
 
 def _shares_intermediate(config: ModelConfig) -> bool:
     """Whether some layer has an ordinary MLP, whose columns ranks share."""
-    experts = config.experts
-    return experts is None or not experts.dense_layers.isdisjoint(range(config.num_layers))
+    return bool(config.dense_mlp_layers)
 
 
 def _widths(config: ModelConfig) -> dict[str, tuple[int, tuple[str, ...]]]:
     """What ranks share of MLPs: what columns are, their number, and the matrices of a layer that may have them."""
     experts, widths = config.experts, dict[str, tuple[int, tuple[str, ...]]]()
     if _shares_intermediate(config):
-        widths["intermediate_size"] = config.intermediate_size, ("mlp.down_proj", "feed_forward.w2")
+        widths["intermediate_size"] = config.intermediate_size, _PLAIN_DOWN
     if experts is not None and not experts.divided:
         has_one = experts.intermediate_size == config.intermediate_size  # of some families the only key
         widths["intermediate_size" if has_one else "moe_intermediate_size"] = experts.intermediate_size, _DOWN
@@ -155,7 +156,7 @@ def _broken_groups(config: ModelConfig, size: int) -> str:
     """As `misfit`, of the columns that ranks share in matrices with a scale for each group of columns."""
     if config.quantization is None or size == 1:
         return ""
-    shared = {**_widths(config), "attention outputs": (config.attention_width, ("self_attn.o_proj", "self_attn.out_proj"))}
+    shared = {**_widths(config), "attention outputs": (config.attention_width, _ATTENTION_OUTPUTS)}
     if config.recurrent is not None:
         shared["outputs of recurrent layers"] = config.recurrent.outputs, _RECURRENT_OUTPUTS
     for name, (width, matrices) in shared.items():

@@ -6,6 +6,7 @@ that a chunk begins anew, and a state of an earlier request that a row goes on w
 
 import pytest
 import toolkit.heads.block_zoo
+import toolkit.recurrent.mamba_targets
 import toolkit.recurrent.more_targets
 import toolkit.recurrent.targets  # noqa: F401 (and its targets)
 from toolkit.driver import Driver
@@ -27,6 +28,11 @@ CASES = [
     ("qwen3_5_text", "dspark", (4, 3, 12), 16, 3, 9),
     ("lfm2", "eagle3", (4, 4, 14), 4, 3, 7),
     ("lfm2_moe", "ngram", (5, 1, 6), 1, 2, 1),
+    ("granitemoehybrid", "eagle3", (4, 4, 14), 4, 3, 7),
+    ("granite dense", "ngram", (3, 2, 6), 16, 2, 64),
+    ("falcon_h1", "eagle3", (4, 3, 12), 4, 3, 10),
+    ("bamba", "eagle1", (5, 1, 6), 16, 2, 12),
+    ("nemotron_h", "eagle3", (5, 8, 32), 5, 4, 9),
     ("olmo_hybrid", "eagle3", (4, 4, 14), 5, 3, 9),
     ("kimi_linear", "eagle3", (4, 4, 14), 4, 3, 7),
     ("kimi_linear", "ngram", (5, 1, 6), 16, 2, 64),
@@ -95,7 +101,7 @@ def test_specdec_verify_reads_them_too(zoo: Zoo) -> None:
 
 
 @pytest.mark.slow_cases
-@pytest.mark.parametrize(("target", "head"), [("qwen3_5_text", "eagle3"), ("qwen3_next", "ngram")])
+@pytest.mark.parametrize(("target", "head"), [("qwen3_5_text", "eagle3"), ("qwen3_next", "ngram"), ("falcon_h1", "eagle3")])
 def test_texts_after_kept_states(zoo: Zoo, target: str, head: str) -> None:
     """Keeps out: a hit whose pages are there and whose state is another text's, and cached tokens that were computed after all.
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import toolkit.heads.block_zoo
+import toolkit.recurrent.mamba_targets
 import toolkit.recurrent.more_targets
 import toolkit.recurrent.targets  # noqa: F401 (and its targets)
 from toolkit.driver import Driver
@@ -40,6 +41,8 @@ WORLDS: dict[str, tuple[str, str | None, dict[str, Any]]] = {
     "ring auto": ("mistral", "eagle1-window", {"spec": SpecConfig("auto", 2, 8)}),
     "hybrid": ("qwen3_next", "eagle3", {"spec": SpecConfig(3, 4, 12)}),
     "hybrid auto": ("qwen3_5_text", "eagle1", {"spec": SpecConfig("auto", 2, 8)}),
+    "one block": ("nemotron_h", "eagle3", {"spec": SpecConfig(3, 3, 9)}),
+    "kept side by side": ("falcon_h1", "eagle1", {"spec": SpecConfig(2, 3, 6), "prefix_caching": True}),
     "kept hybrid": ("qwen3_5_text", "eagle1", {"spec": SpecConfig(2, 3, 6), "prefix_caching": True}),
     "post-norm hybrid": ("olmo_hybrid", "eagle1", {"spec": SpecConfig(3, 4, 12)}),
     "kept latents and states": ("kimi_linear", "eagle3", {"spec": SpecConfig(3, 2, 8), "prefix_caching": True}),
@@ -63,7 +66,7 @@ class Traffic:
             target, head, spec, dtype="float64", page_size=page, max_batch_size=rows, max_seq_len=160, **more
         )
         self.driver = Driver(self.decoder)
-        if world in ("kept hybrid", "kept convolutions", "kept latents and states"):
+        if world in ("kept hybrid", "kept side by side", "kept convolutions", "kept latents and states"):
             self.driver.keep_states_from(4)
         if world.startswith("ring"):
             assert self.driver.ring is not None

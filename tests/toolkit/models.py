@@ -177,7 +177,7 @@ def save_eagle3(
 ) -> Path:
     """A random EAGLE-3 head; pruned: over two thirds of the vocabulary, with d2t and t2d."""
     raw = json.loads((target / "config.json").read_text())
-    V, N = raw["vocab_size"], raw["num_hidden_layers"]
+    V, N = raw["vocab_size"], raw.get("num_hidden_layers") or len(raw["layers_block_type"])
     Vd = 2 * V // 3 if pruned else V
     config = head_config(raw, draft_vocab_size=Vd, **changes)
     if N < 8:  # too few layers for the defaults

@@ -87,7 +87,7 @@ def _sizes(config: ModelConfig, raw: dict[str, Any]) -> dict[str, Any]:
         **({"encoder": f"reads up to {config.encoder.max_tokens} tokens"} if config.encoder else {}),
         "vocab_size": config.vocab_size,
         "embeddings": "tied to the output layer" if config.tie_embeddings else "apart from the output layer",
-        "rope": _alibi(config) if all(kind.alibi for kind in config.key_kinds) else _rope(config.rope),
+        "rope": _turning(config),
         "context": f"{config.max_position} ({config.max_position_why})",
         "bytes of a token's keys and values": _token_bytes(config),
         **_states(config),
@@ -101,13 +101,20 @@ def _experts(raw: dict[str, Any], config: ModelConfig) -> dict[str, Any]:
         return {name: raw[key] for name, keys in EXPERTS.items() for key in keys if isinstance(raw.get(key), int)}
     said = {"experts": own.count, "of a token": own.router.top_k, "size of one": own.intermediate_size}
     shared = {"size of shared ones": own.shared_size} if own.shared_size else {}
-    return {**said, **shared, **({"dense": in_runs(own.dense_layers)} if own.dense_layers else {})}
+    return {**said, **shared, **({"dense": in_runs(config.dense_mlp_layers)} if config.dense_mlp_layers else {})}
 
 
 def _attention(config: ModelConfig) -> str:
     if config.differential:
         return "heads in pairs, one softmax minus another"
     return f"latents of rank {config.latent_rank}" if config.keeps_latents else "heads"
+
+
+def _turning(config: ModelConfig) -> dict[str, Any] | str:
+    """How positions reach attention."""
+    if all(kind.alibi for kind in config.key_kinds):
+        return _alibi(config)
+    return _rope(config.rope) if config.turns_heads else "none: layers know no positions"
 
 
 def _alibi(config: ModelConfig) -> str:

@@ -22,6 +22,7 @@ from specdec.models.checkpoints.stored import SAFE_DTYPES, StoredTensor
 from specdec.models.gguf.container import MAGIC
 from specdec.models.gguf.file import SUFFIX, gguf_in, is_gguf
 from specdec.models.gguf.kept_blocks import GgmlBlocks
+from specdec.models.keys.tensor_names import by_own_tensor_names
 from specdec.models.keys.wrappers import Wrapper
 from specdec.models.schemes.rules import Quantization
 from specdec.models.schemes.source import WeightFormat
@@ -102,6 +103,7 @@ class Checkpoint:
     quantization: how its matrices are stored in 8 or 4 bits; None: none of them is.
     by_expert: whether tensors that hold all experts of a layer are seen as each expert's own.
     wrapper: what the model lies in, if not alone; its tensors are then seen under a text model's names.
+    family: the model_type, by which tensors of some have other names (keys/tensor_names.py).
     passed_over: tensors of the wrapper that no text needs.
     has_data: whether tensors that are taken have their values.  Those of `headers` have none, and lie on torch's meta device.
     """
@@ -110,12 +112,13 @@ class Checkpoint:
 
     def __init__(
         self, folder: Path, pickles: bool = True, quantization: Quantization | None = None, by_expert: bool = False,
-        wrapper: Wrapper | None = None,
+        wrapper: Wrapper | None = None, family: str = "",
     ) -> None:  # fmt: skip
         self.folder, self.quantization = folder, quantization
         stored, self.passed_over = stored_tensors(folder, pickles, self._stays_in_blocks), dict[str, StoredTensor]()
         if wrapper is not None:
             stored, self.passed_over = wrapper.split(stored)
+        stored = by_own_tensor_names(stored, family)
         self._stored = split_fused(stored) if by_expert else stored
         self._untaken = set(self._stored)
         self._finite = FiniteCheck()

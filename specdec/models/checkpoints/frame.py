@@ -67,7 +67,7 @@ def load_family(
 def open_target(folder: Path, config: ModelConfig) -> Checkpoint:
     """The folder's tensors, stored as the config says.  ValueError if it ignores quantised weights, or they are a head's."""
     by_expert, wrapper = config.experts is not None, WRAPPERS.get(config.family)
-    checkpoint = Checkpoint(folder, quantization=config.quantization, by_expert=by_expert, wrapper=wrapper)
+    checkpoint = Checkpoint(folder, True, config.quantization, by_expert, wrapper, config.family)
     refuse_head_tensors(checkpoint.names(), folder)
     if config.quantization is None or config.quantization.method == AT_LOAD:
         refuse_unsaid_quantisation(checkpoint)

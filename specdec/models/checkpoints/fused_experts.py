@@ -1,8 +1,9 @@
 """Tensors that hold one projection of all experts of a layer, seen as each expert's own, under the names that the hub has.
 
 transformers 5 computes with `experts.gate_up_proj` [E, 2F, H], gates above ups, and `experts.down_proj` [E, H, F], and such
-tensors stand in files that other tools save from its models.  gpt-oss's files have [E, H, 2F] and [E, F, H].  Every reader
-here, of names, sizes, formats and numbers, knows `experts.{number}.gate_proj.weight` alone.  This file knows no model.
+tensors stand in files that other tools save from its models.  gpt-oss's files have [E, H, 2F] and [E, F, H], and Granite's
+other names.  Every reader here, of names, sizes, formats and numbers, knows `experts.{number}.gate_proj.weight` alone.  This
+file knows no model.
 
 Shapes: E experts, F width of an expert, H hidden size.
 """
@@ -17,6 +18,9 @@ from torch import Tensor
 from specdec.models.checkpoints.stored import StoredTensor
 
 _FUSED = re.compile(r"(?P<experts>.*\.experts)\.(?P<projection>gate_up_proj|down_proj)(?P<ending>|_scale_inv)$")
+# Granite's, by names of their own.
+_LINEAR = re.compile(r"(?P<block>.*\.block_sparse_moe)\.(?P<projection>(in|out)put_linear)\.weight$")
+_OF_LINEAR = {"input_linear": "gate_up_proj", "output_linear": "down_proj"}
 _PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
@@ -24,7 +28,7 @@ def split_fused(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """The tensors by name, with each expert's matrices, or their scales, in place of those of all experts."""
     split: dict[str, StoredTensor] = {}
     for name, tensor in stored.items():
-        found = _FUSED.match(name)
+        found = _FUSED.match(_usual(name))
         if found is None or len(tensor.shape()) != 3:
             split[name] = tensor
         else:
@@ -41,6 +45,12 @@ def split_fused(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
                 )
             split |= each
     return split
+
+
+def _usual(name: str) -> str:
+    """The name, or what others call such a tensor."""
+    found = _LINEAR.match(name)
+    return name if found is None else f"{found['block']}.experts.{_OF_LINEAR[found['projection']]}"
 
 
 def _expect_halves(name: str, tensor: StoredTensor, parts: int, dim: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from specdec.models.causal_lm import PreNormLayer
+from specdec.models.causal_lm import TargetLayer
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.config_values import DTYPE_NAMES
 from specdec.models.checkpoints.kv_scales import take_kv_scale
@@ -307,7 +307,7 @@ def fill_layer(
 
     norms: what checkpoints call norms, where these names are others.
     """
-    assert isinstance(layer, PreNormLayer)
+    assert isinstance(layer, TargetLayer)
     for name, part in layer.named_children():
         if isinstance(part, NoNorm):
             continue

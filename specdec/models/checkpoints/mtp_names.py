@@ -16,7 +16,9 @@ _OWN_PREFIXES = {  # up to the layer's number; elsewhere layers are numbered on 
     "ernie4_5_moe": _ERNIE,
 }
 _HYBRIDS = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
-_OF_ALL_LAYERS = dict.fromkeys(_HYBRIDS, "mtp.")  # what the names of all layers' tensors begin with, shared ones included
+_OF_ALL_LAYERS = dict.fromkeys(
+    (*_HYBRIDS, "nemotron_h"), "mtp."
+)  # what the names of all layers' tensors begin with, shared ones included
 _COUNTS = dict.fromkeys(_HYBRIDS[1:], "mtp_num_hidden_layers")
 
 

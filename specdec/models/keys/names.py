@@ -30,6 +30,11 @@ def by_own_names(raw: dict[str, Any], others: Mapping[str, str], where: str) -> 
     return named
 
 
+def with_unsaid(raw: dict[str, Any], sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with these values for keys that are absent or null."""
+    return {**raw, **{key: size for key, size in sizes.items() if raw.get(key) is None}}
+
+
 def expect_repeated(raw: dict[str, Any], key: str, size: int, said_by: str, where: str) -> None:
     """ValueError if a key says another size than the keys do from which it follows.  said_by: these keys."""
     if whole(raw, key, where, size) != size:

@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 from specdec.models.checkpoints.checkpoint import Checkpoint, config_path
 from specdec.models.checkpoints.loader import copy_, fill_float32, fill_linear, fill_parts, fill_stack
 from specdec.models.config import ModelConfig
+from specdec.models.layers import MLP
 from specdec.models.mixtures.layer import MixtureOfExperts
 from specdec.models.mixtures.router import Router
 
@@ -21,7 +22,8 @@ from specdec.models.mixtures.router import Router
 class MixtureNames(NamedTuple):
     """What a family calls the tensors of a layer's mixture, each below the name of the layer.
 
-    correction, shared, shared_gate: read where the config has such numbers, shared experts, or a gate of them.
+    correction, shared, shared_gate: read where the config has such numbers, shared experts, or a gate of them.  shared is empty
+        where the family fills shared experts itself.
     parts: of an expert's projections that have other names than gate_proj, up_proj and down_proj.
     count_keys, width_keys, shared_keys: the keys of config.json that say these sizes, for errors.
     layer_keys: those that say which layers are mixtures; empty: all are.
@@ -66,7 +68,7 @@ def expect_mixture(checkpoint: Checkpoint, config: ModelConfig, *tables: Mixture
     checkpoint.expect(f"{layer}.{names.router}", (experts.count, H), names.count_keys)
     gate = names.parts.get("gate_proj", "gate_proj")
     checkpoint.expect_matrix(f"{layer}.{names.experts}.0.{gate}", (experts.intermediate_size, H), names.width_keys)
-    if experts.shared_size:
+    if experts.shared_size and names.shared:
         checkpoint.expect_matrix(f"{layer}.{names.shared}.gate_proj", (experts.shared_size, H), names.shared_keys)
 
 
@@ -112,7 +114,8 @@ def fill_mixture(moe: MixtureOfExperts, checkpoint: Checkpoint, prefix: str, *ta
     for stack in (moe.gate_up_proj, moe.down_proj):
         fill_stack(stack, checkpoint, f"{layer}.{names.experts}", names.parts)
     leave_others(moe, checkpoint, f"{layer}.{names.experts}")
-    if moe.shared is not None:
+    if moe.shared is not None and names.shared:
+        assert isinstance(moe.shared, MLP)
         fill_parts(moe.shared.gate_up_proj, checkpoint, f"{layer}.{names.shared}")
         fill_linear(moe.shared.down_proj, checkpoint, f"{layer}.{names.shared}.down_proj")
 

@@ -13,15 +13,15 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from specdec.models.config import ModelConfig
-from specdec.models.layers import MLP
-from specdec.models.linear import LinearStack
+from specdec.models.layers import MLP, ReluMLP
+from specdec.models.linear import Linear, LinearStack
 from specdec.models.making import new_weight
 from specdec.models.mixtures.live import live_now
 from specdec.models.mixtures.products import SharedMLP, mixture
 from specdec.models.mixtures.router import Router
 from specdec.models.mixtures.rules import ExpertsConfig
 from specdec.ops.operator import is_traced
-from specdec.ops.products.experts import Form
+from specdec.ops.products.experts import Form, SwiGLU
 from specdec.ops.products.own_pairs import Kept
 from specdec.ops.products.partials import Partials
 from specdec.parallel.shard import WHOLE
@@ -32,6 +32,7 @@ class MixtureOfExperts(nn.Module):
 
     Ranks that share the layer hold a part of each expert, or whole experts, some each, and their outputs are summed.  Of parts,
     the first rank alone has down_bias_EH.  within: a rank's share of each expert that it holds.
+    to_latents, from_latents: what stands around the experts if they read latents; whole on every rank.
     The router, which all ranks have, brings the policy that chooses the experts' products too.
     watch: is told whom each token chose [T, K], of the experts that are here, where somebody counts it (counter.py).
     """
@@ -40,15 +41,23 @@ class MixtureOfExperts(nn.Module):
 
     def __init__(self, config: ModelConfig, experts: ExpertsConfig) -> None:
         super().__init__()
-        held, H, F = experts.held, config.hidden_size, experts.intermediate_size
+        held, F = experts.held, experts.intermediate_size
+        wide, H = config.hidden_size, experts.latent_size or config.hidden_size
+        gated = isinstance(experts.gate, SwiGLU)
         self.experts, self.within = experts, WHOLE if experts.divided else config.shard
         self.is_alone = config.shard.size == 1
-        self.router = Router(H, experts)
-        self.gate_up_proj = LinearStack(held, H, {"gate_proj": F, "up_proj": F}, self.within, "column")
+        self.router = Router(wide, experts)
+        parts = {"gate_proj": F, "up_proj": F} if gated else {"up_proj": F}
+        self.gate_up_proj = LinearStack(held, H, parts, self.within, "column")
         self.down_proj = LinearStack(held, F, {"down_proj": H}, self.within, "row")
         self.gate_up_bias_EG = new_weight(len(held), 2 * F) if experts.biased else None
         self.down_bias_EH = new_weight(len(held), H) if experts.biased and self.within.rank == 0 else None
-        self.shared = MLP(replace(config, intermediate_size=experts.shared_size)) if experts.shared_size else None
+        self.to_latents = Linear(wide, H) if experts.latent_size else None
+        self.from_latents = Linear(H, wide) if experts.latent_size else None
+        self.shared: MLP | ReluMLP | None = None
+        if experts.shared_size:
+            own = replace(config, intermediate_size=experts.shared_size)
+            self.shared = MLP(own) if gated else ReluMLP(own, experts.shared_size)
 
     def forward(self, x_TH: Tensor, partials: bool = False) -> Tensor | Partials:
         """partials: as of MLP.  Ranks that share the layer get sums."""
@@ -61,7 +70,11 @@ class MixtureOfExperts(nn.Module):
         form = Form(experts.gate, self.gate_up_bias_EG, self.down_bias_EH, skips)
         shared = None if self.shared is None else SharedMLP(self.shared, shared_T1)
         partials = partials and self.is_alone
-        return mixture(x_TH, topk_weights_TK, topk_ids_TK, *stacks, form, numerics, shared, partials)
+        if self.to_latents is None or self.from_latents is None:
+            return mixture(x_TH, topk_weights_TK, topk_ids_TK, *stacks, form, numerics, shared, partials)
+        latents_TH = mixture(self.to_latents(x_TH), topk_weights_TK, topk_ids_TK, *stacks, form, numerics)
+        out_TH = self.from_latents(latents_TH)
+        return out_TH if shared is None else shared.output(x_TH).added_to(out_TH)
 
 
 def mlp_of(config: ModelConfig, index: int) -> nn.Module:

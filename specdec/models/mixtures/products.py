@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdec.models.layers import MLP
+from specdec.models.layers import MLP, ReluMLP
 from specdec.models.linear import LinearStack
 from specdec.ops.launch import use_kernels
 from specdec.ops.operator import is_traced
@@ -26,6 +26,7 @@ from specdec.ops.products.experts import (
     QuantisedExperts,
     SharedExperts,
     SharedOutput,
+    SwiGLU,
     by_expert,
     grouped_tiles,
     mixture_tiles,
@@ -43,7 +44,7 @@ from specdec.ops.products.tiles.experts import GroupedTiles, MixtureTiles, Stack
 class SharedMLP(NamedTuple):
     """The MLP that every token passes besides its top-k experts, and what weighs its output; None: nothing."""
 
-    mlp: MLP
+    mlp: MLP | ReluMLP
     gate_T1: Tensor | None
 
     def output(self, x_TH: Tensor) -> SharedOutput:
@@ -53,6 +54,8 @@ class SharedMLP(NamedTuple):
 
     def beside(self, experts: Experts, tiles: MixtureTiles) -> SharedExperts | None:
         """Its matrices, if the chosen experts' launches take them too."""
+        if not isinstance(self.mlp, MLP):
+            return None
         gate_up, down = self.mlp.gate_up_proj, self.mlp.down_proj
         if gate_up.bias is not None or down.bias is not None:
             return None
@@ -69,6 +72,7 @@ def mixture(
     """[T, H]: the weighted sum of each token's top-k experts, and the shared experts' output, if there are any.
 
     It is computed by the kernels for experts, or by torch's products.
+    gate_up: gate and up projections; up projections alone where the form has no gate.
     topk_ids: numbers of matrices of the stacks.  partials: whether the caller can add up split-K partials.
     """
     experts: Experts
@@ -166,7 +170,12 @@ def ordered_experts(
     (T, K), E = topk_ids_TK.shape, gate_up_EGH.shape[0]
     order_P, counts_E = by_expert(topk_ids_TK, E)
     of_pairs = order_P, counts_E, K
-    mid_PF = experts_linear(x_TH, gate_up_EGH, form.gate_up_bias, *of_pairs, gate=form.gate, tiles=tiles)
+    if isinstance(form.gate, SwiGLU):
+        mid_PF = experts_linear(x_TH, gate_up_EGH, form.gate_up_bias, *of_pairs, gate=form.gate, tiles=tiles)
+    else:  # a product without a gate reads pairs in their sorted order, and leaves them in their own
+        rows_PH = x_TH.index_select(0, order_P // K)
+        up_PF = experts_linear(rows_PH, gate_up_EGH, form.gate_up_bias, *of_pairs, gate=None, tiles=tiles)
+        mid_PF = form.gate(up_PF).index_select(0, order_P)
     out_PH = experts_linear(mid_PF, down_EHF, form.down_bias, *of_pairs, gate=None, tiles=tiles)
     return weighted_sum(out_PH.view(T, K, -1), topk_weights_TK)
 
@@ -178,7 +187,10 @@ def placed_experts(
     """The sum by the kernels for many rows an expert.  On a Hopper GPU alone."""
     places = place_pairs(topk_ids_TK, len(gate_up_EGH))
     rows_RH = spread_rows(x_TH, places.places_P, places.rows)
-    mid_RF = grouped_linear(rows_RH, gate_up_EGH, form.gate_up_bias, places, form.gate, tiles[0])
+    if isinstance(form.gate, SwiGLU):
+        mid_RF = grouped_linear(rows_RH, gate_up_EGH, form.gate_up_bias, places, form.gate, tiles[0])
+    else:  # tiles of a product without a gate leave room for a wider result
+        mid_RF = form.gate(grouped_linear(rows_RH, gate_up_EGH, form.gate_up_bias, places, None, tiles[1]))
     out_RH = grouped_linear(mid_RF, down_EHF, form.down_bias, places, None, tiles[1])
     return weighted_sum(out_RH, topk_weights_TK.float().contiguous(), places.places_P)
 

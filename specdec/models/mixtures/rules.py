@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specdec.ops.products.experts import SwiGLU
+from specdec.ops.products.experts import Relu2, SwiGLU
 from specdec.ops.products.routing import RouterRule
 
 
@@ -16,10 +16,12 @@ class ExpertsConfig:
     """The mixture of a model's layers.
 
     count: experts that the router chooses from.  intermediate_size: of one expert's MLP.
-    gate: how an expert's gate multiplies its up projection.  biased: whether the experts' projections have biases.
+    gate: how an expert's gate multiplies its up projection; Relu2: neither it nor shared experts have a gate.
+    biased: whether the experts' projections have biases.
     kept_float32: whether the router's weights are float32 in a model of any dtype.  It computes in float32 all the same.
     shared_size: width of the MLP that every token passes besides its top-k experts, of all shared experts together; 0: none.
     shared_gated: whether each token weighs that MLP's output by the sigmoid of one more logit.
+    latent_size: width of what experts read and yield, where two projections stand around them; 0: the model's own.
     dense_layers: numbers of the layers whose MLP is no mixture.
     divided: whether ranks that share the model hold whole experts, some each; otherwise each holds a part of every expert.
     own: numbers of the experts that this rank holds, where they are divided; None: all.
@@ -28,11 +30,12 @@ class ExpertsConfig:
     count: int
     intermediate_size: int
     router: RouterRule
-    gate: SwiGLU = SwiGLU()
+    gate: SwiGLU | Relu2 = SwiGLU()
     biased: bool = False
     kept_float32: bool = False
     shared_size: int = 0
     shared_gated: bool = False
+    latent_size: int = 0
     dense_layers: frozenset[int] = frozenset()
     divided: bool = False
     own: range | None = None

@@ -21,9 +21,14 @@ from specdec.parallel.shard import Shard
 MAX_RATE = 50  # of A_log: a rate of exp(50) a token forgets everything, and exp(89) is infinite in float32
 
 
-def by_ranks(rows: Tensor, sizes: Sequence[int], ranks: int) -> Tensor:
-    """Rows of which those of a kind lie together: of each rank, its share of every kind."""
-    return torch.cat([kind.unflatten(0, (ranks, -1)) for kind in rows.split(list(sizes))], dim=1).flatten(0, 1)
+def by_ranks(rows: Tensor, sizes: Sequence[int], ranks: int, order: Sequence[int] = ()) -> Tensor:
+    """Rows of which those of a kind lie together: of each rank, its share of every kind.
+
+    sizes: rows of each kind, in the file's order.  order: of kinds in memory; left out: the file's.
+    """
+    kinds = rows.split(list(sizes))
+    own = [kinds[at] for at in order] if order else kinds
+    return torch.cat([kind.unflatten(0, (ranks, -1)) for kind in own], dim=1).flatten(0, 1)
 
 
 def fill_taps(conv_ZC: Tensor, checkpoint: Checkpoint, name: str, shard: Shard, arrange: Arrange | None = None) -> None:

@@ -13,7 +13,9 @@ from specdec.ops.products.formats.quantised import Kind, row_bytes
 
 EXPERTS = ".experts."  # in the names of experts' matrices
 # Names of tensors of matrices that may be stored in 8 or 4 bits.  What expands latents is dequantised as it is loaded.
-MATRICES = re.compile(r"((?<!kv_b)(?<!eh)(?<!input)_proj(_with_mqa)?|\.in_proj_\w+|\.wq_b|\.wk|\.w[123]|\bfc|lm_head)\.\w+$")
+MATRICES = re.compile(
+    r"((?<!kv_b)(?<!eh)(?<!input)_proj(_with_mqa)?|\.in_proj_\w+|\.wq_b|\.wk|\.w[123]|put_linear|\bfc|lm_head)\.\w+$"
+)
 
 
 Held = Callable[[str, tuple[int, ...]], tuple[int, ...]]  # from a tensor's name and shape to what is held of it

@@ -10,9 +10,11 @@ Shapes: T tokens, H hidden size, E experts, K experts of a token (top_k), P = T 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.ops.launch import has_gluon, has_pdl, has_triton, use_kernels
@@ -54,17 +56,33 @@ class SwiGLU(NamedTuple):
         return (up + 1) * (gate * torch.sigmoid(self.alpha * gate))
 
 
+@dataclass(frozen=True)
+class Relu2:
+    """What experts without a gate make of their up projection: its square, or 0 where it is below 0.  No kernel computes it."""
+
+    def __call__(self, up: Tensor) -> Tensor:
+        """[.., F] of [.., F]."""
+        return F.relu(up).square()
+
+
 class Form(NamedTuple):
     """What experts compute besides their products.  Biases: [E, rows of the projection].
 
+    gate: where it is Relu2, what others call gate and up projections is up projections alone.
     skips: whether some pairs are skipped.  Their topk_ids are E, which is no expert, and their weights 0; what would be their
     outputs is never written.
     """
 
-    gate: SwiGLU = SwiGLU()
+    gate: SwiGLU | Relu2 = SwiGLU()
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
     skips: bool = False
+
+    @property
+    def swiglu(self) -> SwiGLU:
+        """The gate, for kernels, which compute no other."""
+        assert isinstance(self.gate, SwiGLU), self.gate
+        return self.gate
 
 
 PLAIN = Form()
@@ -116,7 +134,7 @@ class SharedOutput(NamedTuple):
 
 def mixture_tiles(x_TH: Tensor, experts: Experts, top_k: int, numerics: Numerics) -> MixtureTiles | None:
     """The policy's choice for a mixture; None where no kernel of experts can or shall compute it."""
-    if not use_kernels(x_TH) or not len(x_TH):
+    if not use_kernels(x_TH) or not len(x_TH) or not isinstance(experts.form.gate, SwiGLU):
         return None
     kind: ExpertsKind = "dense"
     hopper = False
@@ -233,7 +251,7 @@ def quantised_experts(
         pairs, counts_E = by_expert(topk_ids_TK, E)
     x_TH = x_TH if x_TH.stride(1) == 1 else x_TH.contiguous()
     form, tiles = experts.form, tiles or expert_tiles(T * K, E)
-    mid_PF = launch_quantised_experts(x_TH, experts.gate_up, form.gate_up_bias, pairs, counts_E, K, form.gate, tiles)
+    mid_PF = launch_quantised_experts(x_TH, experts.gate_up, form.gate_up_bias, pairs, counts_E, K, form.swiglu, tiles)
     out_PH = launch_quantised_experts(mid_PF, experts.down, form.down_bias, pairs, counts_E, K, None, tiles)
     return weighted_sum(out_PH.view(T, K, -1), topk_weights_TK.contiguous())
 

@@ -19,15 +19,19 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specdec.attention.eager.dense import DenseAttention
+from specdec.models.bamba.config import parse_bamba
 from specdec.models.config import ModelConfig
 from specdec.models.deepseek.config import parse_deepseek
 from specdec.models.diffllama.config import parse_diffllama
+from specdec.models.falcon_h1.config import parse_falcon_h1
 from specdec.models.gpt_oss.config import parse_gpt_oss
+from specdec.models.granite_hybrid.config import parse_granite_hybrid
 from specdec.models.kimi_linear.config import parse_kimi_linear
 from specdec.models.layers import Rotary
 from specdec.models.lfm2.config import parse_lfm2
 from specdec.models.llama.config import parse_llama
 from specdec.models.mixtures.loader import FAMILIES as MIXTURES
+from specdec.models.nemotron_h.config import parse_nemotron_h
 from specdec.models.olmo_hybrid.config import parse_olmo_hybrid
 from specdec.models.registry import choose_target, load_chosen
 from specdec.models.yarn import parse_rope_with_yarn
@@ -55,6 +59,10 @@ PARSERS: dict[str, Parse] = {
     "MiniMaxM2Config": MIXTURES["minimax_m2"].parse,
     "Lfm2Config": parse_lfm2,
     "Lfm2MoeConfig": parse_lfm2,
+    "GraniteMoeHybridConfig": parse_granite_hybrid,
+    "NemotronHConfig": parse_nemotron_h,
+    "FalconH1Config": parse_falcon_h1,
+    "BambaConfig": parse_bamba,
     "OlmoHybridConfig": parse_olmo_hybrid,
     "KimiLinearConfig": parse_kimi_linear,
 }
@@ -66,6 +74,8 @@ WANTING: dict[str, dict[str, Any]] = {
     "Lfm2Config": {"layer_types": None, "full_attn_idxs": [2]},  # the class has attention in all layers
     "OlmoHybridConfig": {"rope_parameters": None},  # no rope, as released checkpoints have it; the class turns heads
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"] * 16},
+    "GraniteMoeHybridConfig": {"layer_types": ["mamba", "attention"] * 16},
+    "BambaConfig": {"attn_layer_indices": [2]},
     "Dots1Config": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
 }
 # No config is written without them: the class's own number is that of one model.

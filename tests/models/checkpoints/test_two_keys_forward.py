@@ -29,14 +29,16 @@ OLMOE = ("olmoe",)
 MIXTURES = (*OLMOE, *QWEN_MOES, "mixtral", *HY3, *ERNIE, *DOTS, *MINIMAX, *GLM4)  # under ordinary heads
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # in wrappers they are read as outside
 LFM2 = ("lfm2", "lfm2_moe")
+GRANITE, NEMOTRON, FALCON, BAMBA = ("granitemoehybrid",), ("nemotron_h",), ("falcon_h1",), ("bamba",)
 OLMO = ("olmo_hybrid",)
-BY_STATES = (*HYBRIDS, *LFM2, *OLMO)
+BY_STATES = (*HYBRIDS, *LFM2, *GRANITE, *NEMOTRON, *FALCON, *BAMBA, *OLMO)
 ORDINARY = (*LLAMAS, *GPT, *MIXTURES, *BY_STATES)  # heads
 KIMI = ("kimi_linear",)
 LATENT = (*DEEPSEEKS, *KIMI)
 ALL = (*ORDINARY, *LATENT)
 TIED = ("qwen2", "mimo", *LFM2)  # the zoo's models whose output layer is the embeddings
 UNTIED = tuple(family for family in ALL if family not in TIED)
+NEVER_TIED, MAY_BE_TIED = NEMOTRON, tuple(family for family in UNTIED if family not in NEMOTRON)
 DEFAULT, LINEAR = {"rope_type": "default", "rope_theta": 5000.0}, {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0}
 WHOLE = DEFAULT | {"partial_rotary_factor": 1.0}
 LLAMA3 = LINEAR | {
@@ -46,7 +48,7 @@ LLAMA3 = LINEAR | {
     "original_max_position_embeddings": 8,
 }
 YARN = LINEAR | {"rope_type": "yarn", "original_max_position_embeddings": 8}
-FULL, WINDOWED, LINEAR_ATTENTION = "full_attention", "sliding_attention", "linear_attention"
+FULL, WINDOWED, LINEAR_WORD = "full_attention", "sliding_attention", "linear_attention"
 KDA = {"head_dim": 8, "num_heads": 4, "short_conv_kernel_size": 4}
 LISTED = KDA | {"full_attn_layers": [2], "kda_layers": [1]}
 ON = {"sliding_window": 8, "use_sliding_window": True}
@@ -151,6 +153,7 @@ GROUPS = {
             (("mixtral",), {"sliding_window": 8, "use_sliding_window": False}, "unknown config keys use_sliding_window"),
             (GPT, {"sliding_window": 6, "layer_types": [FULL, WINDOWED]}, SAME),
             (GPT, {"sliding_window": 6, "layer_types": ABSENT, "use_sliding_window": False, "max_window_layers": 9}, SAME),
+            (NEMOTRON, {"sliding_window": 8, "layer_types": [LINEAR_WORD, FULL, "moe"]}, "sliding_window must be None"),
             (GPT, {"sliding_window": None, "layer_types": [WINDOWED] * 2}, "no sliding_window is switched on"),
         ],
     ),
@@ -159,7 +162,7 @@ GROUPS = {
         [
             (ORDINARY, {"head_dim": 20}, "q_proj.weight' must have shape .* num_attention_heads, head_dim"),
             (("llama", "diffllama"), {"head_dim": None}, SAME),  # hidden_size / num_attention_heads
-            ((*OLMOE, *LFM2, *OLMO), {"head_dim": ABSENT}, SAME),
+            ((*OLMOE, *LFM2, *GRANITE, *FALCON, *OLMO), {"head_dim": ABSENT}, SAME),
             ((*MIXTURES[1:], *HYBRIDS), {"head_dim": ABSENT}, "q_proj.weight' must have shape"),
             (("qwen2", "mimo"), {"head_dim": ABSENT}, SAME),
             (("deepseek_v3", *LITE), {"head_dim": 16}, "head_dim must be qk_rope_head_dim, 8, or absent, got 16.* no head_dim"),
@@ -182,7 +185,8 @@ GROUPS = {
     "output layer": KeyGroup(
         "tie_word_embeddings tie_embedding",
         [
-            (UNTIED, {"tie_word_embeddings": True}, "ties lm_head to the embeddings, but the checkpoint"),
+            (NEVER_TIED, {"tie_word_embeddings": True}, "tie_word_embeddings must be False"),
+            (MAY_BE_TIED, {"tie_word_embeddings": True}, "ties lm_head to the embeddings, but the checkpoint"),
             (tuple(name for name in UNTIED if name not in ERNIE), {"tie_word_embeddings": ABSENT}, SAME),
             (ERNIE, {"tie_word_embeddings": ABSENT}, "ties lm_head to the embeddings, but the checkpoint"),
             (TIED, {"tie_word_embeddings": False}, "'lm_head.weight' is missing"),
@@ -201,7 +205,11 @@ GROUPS = {
             (("qwen2", "mimo"), {"attention_bias": True}, SAME),
             (("glm_moe_dsa", *GPT, *OLMOE), {"attention_bias": False}, "not part of this architecture: .*bias"),
             (("qwen3_moe", *GLM4, *HY3, *DOTS, *HYBRIDS, *OLMO), {"attention_bias": True}, ".bias' is missing"),
-            (HY3, {"mlp_bias": True}, ".bias' is missing"),
+            ((*HY3, *FALCON, *BAMBA), {"mlp_bias": True}, ".bias' is missing"),
+            ((*GRANITE, *FALCON, *BAMBA), {"attention_bias": True}, ".bias' is missing"),
+            (NEMOTRON, {"attention_bias": True}, "attention_bias must be False"),
+            (NEMOTRON, {"mlp_bias": True}, "mlp_bias must be False"),
+            (NEMOTRON, {"use_bias": True}, ".bias' is missing"),
             (ERNIE, {"use_bias": True}, "use_bias must be false"),
             (ERNIE, {"attention_bias": True}, "unknown config keys attention_bias"),
             (("qwen2_moe",), {"qkv_bias": True}, ".bias' is missing"),
@@ -230,6 +238,8 @@ GROUPS = {
             ((*GLM4, *DOTS), {"num_local_experts": 16}, "another name of n_routed_experts, .* got 16 and 8"),
             ((*GPT, "mixtral"), {"num_experts": 4, "num_local_experts": ABSENT}, SAME),
             (MINIMAX, {"num_experts": 8, "num_local_experts": ABSENT}, SAME),
+            (GRANITE, {"num_experts": 4}, "num_experts is another name of num_local_experts, .* got 4 and 6"),
+            (NEMOTRON, {"num_local_experts": 4}, "num_local_experts is another name of n_routed_experts, .* got 4 and 6"),
         ],
     ),
     "experts of a token": KeyGroup(
@@ -267,11 +277,12 @@ GROUPS = {
         ],
     ),
     "recurrent layers": KeyGroup(
-        "layer_types full_attention_interval full_attn_idxs linear_attn_config",
+        "layer_types full_attention_interval full_attn_idxs layers_block_type hybrid_override_pattern attn_layer_indices "
+        "linear_attn_config",
         [
             (KIMI, {"layer_types": ABSENT, "linear_attn_config": LISTED}, SAME),
-            (KIMI, {"layer_types": [LINEAR_ATTENTION, FULL], "linear_attn_config": LISTED}, SAME),
-            (KIMI, {"layer_types": [FULL, LINEAR_ATTENTION], "linear_attn_config": LISTED}, "layer_types must say what the li"),
+            (KIMI, {"layer_types": [LINEAR_WORD, FULL], "linear_attn_config": LISTED}, SAME),
+            (KIMI, {"layer_types": [FULL, LINEAR_WORD], "linear_attn_config": LISTED}, "layer_types must say what the li"),
             (HYBRIDS, {"full_attention_interval": 1}, SAME),
             (HYBRIDS, {"layer_types": ABSENT, "full_attention_interval": 2}, SAME),
             (HYBRIDS, {"layer_types": ABSENT, "full_attention_interval": 3}, "layers must be of both kinds"),
@@ -279,6 +290,29 @@ GROUPS = {
             (("lfm2",), {"layer_types": ABSENT, "full_attn_idxs": [1]}, SAME),
             (("lfm2",), {"layer_types": ABSENT}, "lacks layer_types and full_attn_idxs"),
             (("lfm2_moe",), {"full_attn_idxs": [1]}, "unknown config keys full_attn_idxs"),
+            (GRANITE, {"layers_block_type": ["mamba", "attention"]}, "layers_block_type is another name of layer_types"),
+            (GRANITE, {"layer_types": ABSENT, "layers_block_type": ["mamba", "attention"]}, SAME),
+            (NEMOTRON, {"hybrid_override_pattern": "M*E"}, SAME),
+            (NEMOTRON, {"hybrid_override_pattern": "*ME"}, "must say the same where both are there"),
+            (NEMOTRON, {"layers_block_type": ABSENT, "hybrid_override_pattern": "M*E"}, SAME),
+            (NEMOTRON, {"layers_block_type": ABSENT, "layer_types": [LINEAR_WORD, FULL, "moe"]}, SAME),
+            (FALCON, {"attn_layer_indices": [0]}, "attn_layer_indices must be None"),
+            (BAMBA, {"layer_types": [LINEAR_WORD, FULL]}, "unknown config keys layer_types"),
+        ],
+    ),
+    "groups of Mamba-2": KeyGroup(
+        "n_groups mamba_n_groups",
+        [
+            (NEMOTRON, {"mamba_n_groups": 4}, "mamba_n_groups is another name of n_groups, .* got 4 and 2"),
+            (NEMOTRON, {"mamba_n_groups": 2, "n_groups": ABSENT}, SAME),
+        ],
+    ),
+    "epsilon": KeyGroup(
+        "rms_norm_eps norm_eps layer_norm_epsilon",
+        [
+            (NEMOTRON, {"norm_eps": 0.5}, "layer_norm_epsilon 1e-05 is the epsilon of all norms"),
+            (NEMOTRON, {"rms_norm_eps": 0.5}, "layer_norm_epsilon 1e-05 is the epsilon of all norms"),
+            (NEMOTRON, {"norm_eps": 0.5, "layer_norm_epsilon": 0.5}, SAME),
         ],
     ),
     "sizes of recurrent layers": KeyGroup(

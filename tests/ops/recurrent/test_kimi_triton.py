@@ -8,8 +8,7 @@ from toolkit.recurrent.rounds import NUMBERS, moved, parts_of
 from torch import Tensor
 
 from specdec.limits import TRASH
-from specdec.ops.recurrent.kimi import launch
-from specdec.ops.recurrent.kimi.launch import KimiChunkTiles, launch_kimi_parts, launch_kimi_trees
+from specdec.ops.recurrent.kimi.launch import KimiChunkTiles, kimi_chunk_tiles, launch_kimi_parts, launch_kimi_trees
 from specdec.ops.recurrent.kimi_delta import KimiGates, chunk_outputs, tree_outputs
 from specdec.ops.recurrent.states import RuleStates
 
@@ -99,19 +98,18 @@ def test_a_broken_node_reaches_those_below_it_alone(broken: str, nodes: int, cha
     ids=["blocks of 32", "blocks of 64", "two tokens"],
 )
 def test_parts_equal_the_definition(
-    sizes: KimiWidths, lengths: list[int], kept: int, after: int, dtype: torch.dtype, tiles: KimiChunkTiles | None, search: int,
-    monkeypatch: pytest.MonkeyPatch,
+    sizes: KimiWidths, lengths: list[int], kept: int, after: int, dtype: torch.dtype, tiles: KimiChunkTiles | None, search: int
 ) -> None:  # fmt: skip
     """Keeps out: a block's border that shows, a block that is nobody's where parts are many, a state that is kept one token
     late, a part of padding that reaches a row, a token after the parts that is read.
     """
-    monkeypatch.setattr(launch, "SEARCH", search)
     now = kimi_in_the_middle(sizes, 2, False, dtype, seed=len(lengths))
     steps, memory, tokens = parts_of(lengths, kept, after), copied(now.memory), sum(lengths)
     y, gates = kimi_tokens(sizes, tokens, dtype)
     y, a, b = (torch.cat((each, each.new_full((3, each.shape[1]), torch.nan))) for each in (y, *gates[:2]))  # padding last
     gates = gates._replace(a_TC=a, b_TH=b)
-    got = launch_kimi_parts(y.to(DEVICE), on_device(gates), memory, moved(steps, DEVICE), tiles).cpu()
+    own = (tiles or kimi_chunk_tiles(y, sizes.K))._replace(search=search)
+    got = launch_kimi_parts(y.to(DEVICE), on_device(gates), memory, moved(steps, DEVICE), own).cpu()
     want = chunk_outputs(y, gates, now.memory, steps)
     torch.testing.assert_close(got[:tokens], want[:tokens], atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     equal_memory(memory, now.memory, 2e-5)

@@ -15,6 +15,8 @@ from toolkit.checkpoints.mixtures import MIXTURES, save_mixture
 from toolkit.deepseek import DEEPSEEKS, SPARSES, save_deepseek, save_sparse
 from toolkit.families import eager
 from toolkit.models import save_target
+from toolkit.recurrent.mamba_targets import FAMILIES as MAMBAS
+from toolkit.recurrent.mamba_targets import tiny_mamba
 from toolkit.recurrent.more_targets import MORE, save_more
 from toolkit.recurrent.targets import FAMILIES as HYBRIDS
 from toolkit.recurrent.targets import tiny_hybrid
@@ -40,7 +42,15 @@ ABSENT = "absent"  # a change that takes the key away
 IDS = torch.randint(40, (24,), generator=torch.Generator().manual_seed(5))  # three windows of 8 tokens
 LAYERS = 2
 SHORT: dict[str, dict[str, Any]] = {  # so many layers of hybrids
-    name: {"num_hidden_layers": LAYERS, "layer_types": ["conv", "full_attention"]} for name in ("lfm2", "lfm2_moe")
+    **{name: {"num_hidden_layers": LAYERS, "layer_types": ["conv", "full_attention"]} for name in ("lfm2", "lfm2_moe")},
+    "granitemoehybrid": {
+        "num_hidden_layers": LAYERS,
+        "layer_types": ["linear_attention", "full_attention"],
+        "position_embedding_type": "rope",
+    },
+    "nemotron_h": {"layers_block_type": ["linear_attention", "full_attention", "moe"]},
+    "falcon_h1": {"num_hidden_layers": LAYERS},
+    "bamba": {"num_hidden_layers": LAYERS},
 }
 SHORT["olmo_hybrid"] = {  # with pieces of convolutions as published files have them, because they are of equal size
     "num_hidden_layers": LAYERS, "layer_types": ["linear_attention", "full_attention"], "linear_value_head_dim": 4,
@@ -72,6 +82,8 @@ class NativeZoo:
             tiny_hybrid(ours, family, num_hidden_layers=LAYERS, layer_types=kinds, **own)
         if family in MORE and not ours.is_dir():
             save_more(ours, family, **SHORT[family])
+        if family in MAMBAS and not ours.is_dir():
+            tiny_mamba(ours, family, **SHORT[family])
         if not ours.is_dir():
             zoos = ((SPARSES, save_sparse), (DEEPSEEKS, save_deepseek), (MIXTURES, save_mixture))
             save = next((save for names, save in zoos if name in names), save_target)
@@ -107,5 +119,6 @@ def their_logits(folder: Path) -> tuple[Tensor, Tensor]:
     """[24, V] float32 by one pass, and [V] of the last token alone, after all others went into transformers' own cache."""
     model = eager(folder)
     cache = model(IDS[None, :-1], use_cache=True).past_key_values
-    last = model(IDS[None, -1:], past_key_values=cache, use_cache=True).logits[0, 0]
+    at = torch.tensor([[len(IDS) - 1]])  # Bamba counts from 0 where nobody says it
+    last = model(IDS[None, -1:], past_key_values=cache, position_ids=at, use_cache=True).logits[0, 0]
     return model(IDS[None], use_cache=False).logits[0], last

@@ -230,7 +230,9 @@ def as_quantised(plain: Path, quantised: Path, scheme: Scheme, left: str = "^$")
     tensors, generator = load_file(plain / "model.safetensors"), torch.Generator().manual_seed(0)
     stored: dict[str, Tensor] = {}
     for key in sorted(tensors):
-        is_matrix = re.search(r"(_proj(_with_mqa)?|in_proj_\w+|\.w[123]|indexer\.w(q_b|k))\.weight$", key)
+        is_matrix = re.search(
+            r"(_proj(_with_mqa)?|in_proj_\w+|shared_mlp\.\w+_linear|\.w[123]|indexer\.w(q_b|k))\.weight$", key
+        )
         if is_matrix is None or re.search(left, key):
             stored[key] = tensors[key]
             continue

@@ -10,7 +10,7 @@ import torch
 from toolkit.kernels import DEVICE, HAS_GPU
 
 from specdec.models.mixtures.products import masked_experts, placed_experts
-from specdec.ops.products.experts import PLAIN, DenseExperts, Form, SwiGLU, grouped_tiles
+from specdec.ops.products.experts import PLAIN, DenseExperts, Form, Relu2, SwiGLU, grouped_tiles
 from specdec.ops.products.numerics import FAST
 
 
@@ -18,7 +18,7 @@ def rand(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).mul(0.3).to(DEVICE)
 
 
-FORMS = (PLAIN, Form(SwiGLU(1.702, 0.5), rand(6, 2 * 136, seed=3), rand(6, 264, seed=4)), Form(skips=True))
+FORMS = (PLAIN, Form(SwiGLU(1.702, 0.5), rand(6, 2 * 136, seed=3), rand(6, 264, seed=4)), Form(skips=True), Form(Relu2()))
 
 
 @pytest.mark.gpu
@@ -31,7 +31,8 @@ def test_experts_equal_the_definition(form: Form, dtype: torch.dtype, T: int) ->
     result that is written over the next expert's rows, gates taken for ups, and biases of another expert.
     """
     E, K, H, F = 6, 2, 264, 136
-    x, gate_up, down = (rand(*shape).to(dtype) for shape in ((T, H), (E, 2 * F, H), (E, H, F)))
+    rows = F if isinstance(form.gate, Relu2) else 2 * F
+    x, gate_up, down = (rand(*shape).to(dtype) for shape in ((T, H), (E, rows, H), (E, H, F)))
     form = form._replace(
         gate_up_bias=None if form.gate_up_bias is None else form.gate_up_bias.to(dtype),
         down_bias=None if form.down_bias is None else form.down_bias.to(dtype),

@@ -17,7 +17,7 @@ from torch import Tensor
 from specdec.models.mixtures.products import masked_experts, ordered_experts
 from specdec.models.mixtures.router import Router
 from specdec.models.mixtures.rules import ExpertsConfig
-from specdec.ops.products.experts import PLAIN, Form, SwiGLU
+from specdec.ops.products.experts import PLAIN, Form, Relu2, SwiGLU
 from specdec.ops.products.kernels.experts.by_expert_triton import (
     launch_by_expert,
     launch_by_expert_many,
@@ -61,6 +61,16 @@ def test_experts_equal_the_definition(T: int, K: int, form: Form) -> None:
     want = masked_experts(*wide, Form(form.gate, *biases))
     with torch.inference_mode():
         got = ordered_experts(x, topk_weights_TK, topk_ids_TK, gate_up, down, form, SMALL)
+    assert got.dtype == DTYPE and (got.double() - want).norm() < 6e-3 * want.norm()
+
+
+def test_experts_without_a_gate_equal_the_definition() -> None:
+    """Keeps out: rows that are sorted twice or not at all, where the square is between the two products."""
+    up, down, x = rand(5, 24, 40), rand(5, 40, 24, seed=1), rand(7, 40, seed=2)
+    (topk_weights_TK, topk_ids_TK), form = choice(7, 5, 2), Form(Relu2())
+    want = masked_experts(x.double(), topk_weights_TK.double(), topk_ids_TK, up.double(), down.double(), form)
+    with torch.inference_mode():
+        got = ordered_experts(x, topk_weights_TK, topk_ids_TK, up, down, form, SMALL)
     assert got.dtype == DTYPE and (got.double() - want).norm() < 6e-3 * want.norm()
 
 

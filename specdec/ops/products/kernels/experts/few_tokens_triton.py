@@ -312,7 +312,7 @@ def launch_few_gate_up(
         x_TH, *arguments, shared.gate_up_GH if shared else arguments[0], _gate_of(shared, topk_weights_TK), topk_weights_TK,
         topk_ids_TK, y_DTF, chosen_2D, T, x_TH.stride(0), **values | {"N": N},
         A=A, PADDED_EXPERTS=triton.next_power_of_2(E), PADDED_A=triton.next_power_of_2(A), ONE_TOKEN=T == 1, R=R,
-        HAS_GATE=shared is not None and shared.gate_T1 is not None, ALPHA=form.gate.alpha, LIMIT=form.gate.limit,
+        HAS_GATE=shared is not None and shared.gate_T1 is not None, ALPHA=form.swiglu.alpha, LIMIT=form.swiglu.limit,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, UNROLL=tiles.unroll, SLICES=tiles.slices, STAGES=tiles.stages,
         PREFETCH=tiles.prefetch, num_warps=tiles.warps, num_stages=tiles.stages, **chained(device),
     )  # fmt: skip

@@ -294,7 +294,7 @@ def launch_few_gate_up_hopper(
     entries = torch.empty(P + 1, dtype=torch.int32, device=x_TH.device)
     few_gate_up_hopper_kernel[(triton.cdiv(N, tiles.block_n // 2), P)](
         x_TH, *arguments, topk_weights_TK, topk_ids_TK, y_PTN, entries, T, x_TH.stride(0), N=N, **values, A=A,
-        PADDED_P=max(32, triton.next_power_of_2(P)), ALPHA=form.gate.alpha, LIMIT=form.gate.limit, ONE=T == 1,
+        PADDED_P=max(32, triton.next_power_of_2(P)), ALPHA=form.swiglu.alpha, LIMIT=form.swiglu.limit, ONE=T == 1,
         BLOCK_N=tiles.block_n, AHEAD=tiles.unroll, num_warps=tiles.warps, maxnreg=REGISTERS,
         **chained(x_TH.device),
     )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Bamba: Mamba-2 layers beside attention of which half of each head is turned."""
