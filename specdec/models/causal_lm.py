@@ -34,7 +34,7 @@ from specdec.parallel.vocabulary import Vocabulary
 class TargetLayer(nn.Module, ABC):
     """A layer of a target.  input_layernorm: the norm of the residual stream before it, which the layer before applies."""
 
-    input_layernorm: RMSNorm
+    input_layernorm: RMSNorm | NoNorm
 
     @abstractmethod
     def forward(
@@ -181,7 +181,7 @@ class CausalLM(Target):
         logits = logits if config.logits_multiplier == 1 else logits * config.logits_multiplier
         return logits if config.logits_divisor == 1 else logits / config.logits_divisor
 
-    def _embed(self, ids_T: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+    def _embed(self, ids_T: Tensor, norm: RMSNorm | NoNorm) -> tuple[Tensor, Tensor]:
         """The pair (embeddings as the residual stream has them, their norm)."""
         if (times := self.config.embedding_multiplier) == 1:
             return norm.embed(ids_T, self.embed_tokens.weight)
