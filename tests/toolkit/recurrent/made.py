@@ -77,6 +77,20 @@ def path_to(parents: list[int], node: int) -> list[int]:
     return path
 
 
+def turn_numbers(steps: TreeSteps, after: TreeSteps, rng: random.Random) -> None:
+    """Makes a pass of the one after it, in place: it reads what was written, with a path of each tree pending, and runs others.
+
+    after: that runs the other trees.
+    """
+    paths = [path_to(tree, rng.randrange(len(tree)))[: steps.path_BE.shape[1]] for tree in steps.parents_BN.tolist()]
+    for row, path in enumerate(paths):
+        steps.path_BE[row, : len(path)] = torch.tensor(path, device=steps.path_BE.device)
+        steps.count_B[row] = rng.randrange(len(path) + 1)
+    for numbers_B in (steps.read_B, steps.write_B):
+        numbers_B.copy_(torch.where(numbers_B % 2 == 0, numbers_B + 1, numbers_B - 1))
+    steps.parents_BN.copy_(after.parents_BN)
+
+
 def steps_of(
     trees: list[list[int]], numbers: list[tuple[int, int]], paths: list[list[int]], places: int, device: str = "cpu"
 ) -> TreeSteps:
