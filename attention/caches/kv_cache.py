@@ -23,7 +23,7 @@ class KVCache:
     """What all layers of one model keep of each token.
 
     layout: the cache format.
-    kinds: which keys each layer reads, one entry for each layer.  The cache holds nothing for recurrent layers.
+    kinds: which keys each layer reads, one entry for each layer.  The cache holds nothing for layers that attend to none.
     num_slots: of each layer; with several groups, of each group's layers, by the group's number.
     groups: the group of each layer; None: all layers belong to group 0.
     kv_layers: for each layer, the layer whose keys and values it reads: itself, or an earlier layer that stores its own (KV

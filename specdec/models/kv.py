@@ -87,6 +87,6 @@ def make_cache(
     num_slots, groups: see KVCache.  int8_queries: see cache_layout.
     model: the module with that config; an fp8 cache uses the scales of keys and values that the model's checkpoint brought.
     """
-    layout = cache_layout(config, kv_cache_dtype, dtype, device, kv_scales(model), int8_queries)
+    layout = cache_layout(config, kv_cache_dtype, dtype, device, kv_scales(model, config.layer_kinds), int8_queries)
     kv_layers = config.kv_source
     return KVCache(layout, config.layer_kinds, num_slots, groups=groups, device=device, kv_layers=kv_layers)

@@ -64,7 +64,7 @@ class DecodePass(nn.Module):
         self.target, self.page_size = target, require_int("page_size", page_size, 1)
         self.kv_cache_dtype, weight = kv_cache_dtype, target.embed_tokens.weight
         check_cache_dtype(target.config, kv_cache_dtype, weight.device)
-        scales = kv_scales(target)
+        scales = kv_scales(target, target.config.layer_kinds)
         self.layout = cache_layout(target.config, kv_cache_dtype, weight.dtype, weight.device, scales)
         self.backend = OperatorBackend()
         if type(self.layout) not in LAYOUTS:

@@ -5,12 +5,14 @@ Shapes: K kv heads.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
+from specdec.attention.kinds import LayerKind
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.layers import SelfAttention
-from specdec.models.recurrent.layer import RecurrentLayer
 
 # Where exporters put a layer's scales, below its attention: llm-compressor (and AutoFP8), vLLM's own names, ModelOpt, Quark.
 _NAMES = (
@@ -40,10 +42,10 @@ def take_kv_scale(checkpoint: Checkpoint, prefix: str, num_kv_heads: int, own: s
     return None
 
 
-def kv_scales(model: nn.Module) -> list[Tensor | None]:
-    """Of every layer, in order; a recurrent one has none."""
-    layers = [module for module in model.modules() if isinstance(module, SelfAttention | RecurrentLayer)]
-    return [layer.kv_scale_2K if isinstance(layer, SelfAttention) else None for layer in layers]
+def kv_scales(model: nn.Module, kinds: Sequence[LayerKind]) -> list[Tensor | None]:
+    """Of every layer, in order; one that attends to no keys has none.  kinds: of all layers of the model."""
+    found = (module.kv_scale_2K for module in model.modules() if isinstance(module, SelfAttention))
+    return [next(found, None) if kind.attends else None for kind in kinds]
 
 
 def _scale(checkpoint: Checkpoint, name: str, num_kv_heads: int) -> Tensor:

@@ -17,7 +17,6 @@ from specdec.models.linear import Linear
 from specdec.models.making import made_now, new_weight
 from specdec.models.mixtures.layer import mlp_of
 from specdec.models.recurrent.kimi_delta import KimiDeltaInputs
-from specdec.models.recurrent.layer import RecurrentLayer
 from specdec.ops.products.partials import Partials
 from specdec.ops.recurrent.conv import Convolution
 from specdec.ops.recurrent.gates.gated_norm import KIMI, gated_norm
@@ -28,7 +27,7 @@ from specdec.ops.rows import select_rows
 ROWS = 8  # of a matrix: a multiple of so many is what the kernels of few tokens take (ops/products/tiles/dense.py)
 
 
-class KimiDeltaAttention(RecurrentLayer):
+class KimiDeltaAttention(nn.Module):
     """Kimi's delta rule as a layer: projections, the rule with its convolution, a gated norm, the output projection.
 
     in_proj: queries, keys, values, and the short vector of which g_b_proj makes the outputs' gates.  gates_proj: of each head

@@ -5,7 +5,7 @@ Shapes: T tokens, R rows asked for, H hidden size, C channels of a rank's share 
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from specdec.attention.inputs import AttentionFn
 from specdec.models.causal_lm import PreNormLayer
@@ -14,7 +14,6 @@ from specdec.models.lfm2.config import Lfm2Config
 from specdec.models.linear import Linear
 from specdec.models.making import new_weight
 from specdec.models.mixtures.layer import mlp_of
-from specdec.models.recurrent.layer import RecurrentLayer
 from specdec.models.recurrent.short_convolution import ShortConvolutionInputs
 from specdec.ops.products.partials import Partials
 from specdec.ops.recurrent.conv import Convolution
@@ -22,7 +21,7 @@ from specdec.ops.rope import Rotation
 from specdec.ops.rows import select_rows
 
 
-class ShortConvolution(RecurrentLayer):
+class ShortConvolution(nn.Module):
     """out_proj(C * convolution(B * x)), of which in_proj yields B, C and x, each as wide as the hidden states.
 
     conv_ZC, bias_C: in the model's dtype.

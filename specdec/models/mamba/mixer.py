@@ -16,7 +16,6 @@ from specdec.attention.inputs import AttentionFn
 from specdec.models.linear import Linear
 from specdec.models.making import made_now, new_weight
 from specdec.models.mamba.config import MambaConfig
-from specdec.models.recurrent.layer import RecurrentLayer
 from specdec.models.recurrent.ssd import SsdInputs
 from specdec.ops.products.partials import Partials
 from specdec.ops.recurrent.conv import Convolution
@@ -27,7 +26,7 @@ from specdec.ops.rope import Rotation
 from specdec.ops.rows import select_rows
 
 
-class Mamba2(RecurrentLayer):
+class Mamba2(nn.Module):
     """in_proj: C of all groups, B of all groups, x of all heads, their gates z, and dt, how far each head's step goes.
 
     conv_ZC, conv_bias_C, norm_Y: in the model's dtype.  A_log_V, D_V, dt_bias_V: float32 in a model of any dtype.

@@ -17,7 +17,6 @@ from specdec.models.making import made_now, new_weight
 from specdec.models.mixtures.wide_norms import WideNormAttention
 from specdec.models.olmo_hybrid.config import OlmoHybridConfig
 from specdec.models.recurrent.gated_delta import GatedDeltaInputs
-from specdec.models.recurrent.layer import RecurrentLayer
 from specdec.ops.products.partials import Partials, added_up
 from specdec.ops.recurrent.conv import Convolution
 from specdec.ops.recurrent.gated_delta import Gates
@@ -29,7 +28,7 @@ GATED_EPS = 1e-5  # of the gated norm; rms_norm_eps is for the other norms
 ROWS = 8  # of a matrix: a multiple of so many is what the kernels of few tokens take (ops/products/tiles/dense.py)
 
 
-class SeparateDeltaNet(RecurrentLayer):
+class SeparateDeltaNet(nn.Module):
     """The gated delta rule as a layer, whose projections are a matrix each in checkpoints.
 
     in_proj: queries, keys, values, and the gates of the outputs.  gates_proj: of each value head its strength, then its decay.

@@ -21,7 +21,6 @@ from specdec.models.making import made_now, new_weight
 from specdec.models.mixtures.layer import mlp_of
 from specdec.models.qwen_hybrid.config import NEXT
 from specdec.models.recurrent.gated_delta import GatedDeltaInputs
-from specdec.models.recurrent.layer import RecurrentLayer
 from specdec.ops.products.partials import Partials
 from specdec.ops.recurrent.conv import Convolution
 from specdec.ops.recurrent.gated_delta import Gates
@@ -53,7 +52,7 @@ class GatedAttention(SelfAttention):
         return self.o_proj(gated_output(out_RQD, gate_TQD, rows_R), partials=True)
 
 
-class GatedDeltaNet(RecurrentLayer):
+class GatedDeltaNet(nn.Module):
     """The gated delta rule as a layer: projections, the rule with its convolution, a gated norm, the output projection.
 
     in_proj: queries, keys, values, and the gates z of the outputs.  gates_proj: of each value head b, its strengths, then a,

@@ -19,6 +19,7 @@ from specdec.loading.about.inspect_target import target_facts
 from specdec.loading.load import check_pair
 from specdec.models.causal_lm import CausalLM
 from specdec.models.checkpoints.frame import load_family
+from specdec.models.checkpoints.kv_scales import kv_scales
 from specdec.models.registry import check_chosen, choose_target, load_chosen
 from specdec.options import EngineOptions
 from specdec.parallel.shard import Shard
@@ -58,6 +59,21 @@ CASES = [
     ("nemotron_h", "modelopt fp8", NEMOTRON),
     ("nemotron_h", "nvfp4", NEMOTRON),
 ]
+
+
+@pytest.mark.parametrize(
+    ("family", "prefix"), [("nemotron_h", "backbone.layers.{}.mixer"), ("falcon_h1", "model.layers.{}.self_attn")]
+)
+def test_scales_of_keys_and_values_are_their_layer_s(tmp_path: Path, family: str, prefix: str) -> None:
+    """Keeps out: scales counted by modules of attention and states, where a layer has both of them or neither."""
+    folder = tiny_mamba(tmp_path, family)
+    path, layers = folder / "model.safetensors", {"nemotron_h": [2], "falcon_h1": [0, 1, 2]}[family]
+    own = {f"{prefix.format(layer)}.{letter}_scale": torch.tensor(1.0 + layer) for layer in layers for letter in "kv"}
+    save_file(load_file(path) | own, path, metadata={"format": "pt"})
+    model = load(folder)
+    scales = [None if scale is None else float(scale[0, 0]) for scale in kv_scales(model, model.config.layer_kinds)]
+    assert scales == [1.0 + layer if layer in layers else None for layer in range(model.config.num_layers)]
+
 
 MODULES = {"nemotron_h": "mixer", "falcon_h1": "mamba", "granite dense": "self_attn", "bamba": "self_attn"}
 
