@@ -44,8 +44,11 @@ class RopeConfig:
 
     @property
     def of_whole_heads(self) -> RopeConfig:
-        """The same angles for heads that are turned as a whole, as those of draft heads are."""
-        return replace(self, rotated=0, interleaved=False)
+        """The same angles for heads that are turned as a whole, as those of draft heads are.
+
+        Beside a target that knows no positions, draft heads have the usual angles: their layouts can't say that they have none.
+        """
+        return RopeConfig() if self.kind == NO_ROPE else replace(self, rotated=0, interleaved=False)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from specdec.draft.block.peagle import PEagleHead
 from specdec.draft.eagle.head import Eagle3Head
 from specdec.draft.formats.open import open_head
 from specdec.draft.load import load_head
-from specdec.models.config import RopeConfig
+from specdec.models.config import NO_ROPE, RopeConfig
 from specdec.models.layers import HeadsRMSNorm
 from specdec.models.yarn import YarnRope
 from specdec.shipped import draft_folder, target_folder
@@ -122,6 +122,17 @@ def test_a_saved_config_says_every_number_of_the_head(
     owns = kind == "p-eagle" or (kind, layout) == ("eagle3", "speculators")  # whose layout has embeddings in any case
     ids = tuple(range(0, 900, 3))
     assert read == replace(head.config, model=own, own_embeddings=owns, draft_ids=ids, format=layout)
+
+
+@pytest.mark.parametrize(("kind", "layout"), LAYOUTS)
+def test_a_head_of_a_target_without_rope_can_be_read(kind: str, layout: str, pair: SpecDecoder, tmp_path: Path) -> None:
+    """Keeps out: a rope type of our own in the config of a head that was trained for OLMo Hybrid or Kimi Linear."""
+    target = replace(pair.model.config, rope=RopeConfig(kind=NO_ROPE))
+    head = new_head(pair.model, (1, 13, 24), torch.arange(300), HeadRun(kind=kind, width=48, longest_prompt=16))
+    spec = spec_of(target, (1, 13, 24), 300, HeadRun(kind=kind, width=48, longest_prompt=16))
+    head.config = replace(head.config, model=replace(head.config.model, rope=spec.model.rope))
+    save(head, tmp_path, layout, target_folder())
+    assert open_head(tmp_path, target).parsed.spec.model.rope == RopeConfig()
 
 
 @pytest.mark.parametrize("rope", ROPES[:4], ids=lambda rope: rope.kind)
