@@ -61,7 +61,8 @@ class FalconMLP(MLP):
 
     def forward(self, x: Tensor, partials: bool = False) -> Tensor | Partials:
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return _times(self.down_proj(F.silu(gate * self.gate_multiplier) * up, partials=partials), self.down_multiplier)
+        gated = F.silu(_scaled(gate, self.gate_multiplier)) * up
+        return _times(self.down_proj(gated, partials=partials and self.down_multiplier == 1), self.down_multiplier)
 
 
 class FalconLayer(TargetLayer):

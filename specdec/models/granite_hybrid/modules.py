@@ -75,7 +75,7 @@ class GraniteLayer(PreNormLayer):
         mixed = self._times(self.self_attn(normed_TH, rotation, attn, layer, rows_R))
         x = x_TH if rows_R is None else select_rows(x_TH, rows_R)
         x, normed = self.post_attention_layernorm.add(x, mixed)
-        return x, self._times(self.mlp(normed, partials=True))
+        return x, self._times(self.mlp(normed, partials=self.multiplier == 1))
 
     def _times(self, output: Tensor | Partials) -> Tensor | Partials:
         return output if self.multiplier == 1 else added_up(output) * self.multiplier

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Partials(NamedTuple):
-    """sums_SMN: float32, contiguous.  Their sum, in the order of splits, rounded to `dtype`, is the product."""
+    """sums_SMN: float32, contiguous.  Their sum in float32, in any order, rounded to `dtype`, is the product."""
 
     sums_SMN: Tensor
     dtype: torch.dtype
