@@ -118,7 +118,7 @@ def choose(
         sum_T1 = _added_up(topk_weights_TK, in_order)[:, None]
         if rule.least_sum:
             sum_T1 = sum_T1.clamp(min=rule.least_sum)
-        else:
+        elif rule.added:
             sum_T1 = sum_T1 + rule.added
         topk_weights_TK = topk_weights_TK / sum_T1
     return topk_weights_TK if rule.scaling == 1.0 else topk_weights_TK * rule.scaling, topk_ids_TK
