@@ -63,7 +63,7 @@ def parse_nemotron_h(raw: dict[str, Any], where: str) -> MambaConfig:
     said = with_unsaid(raw, _DECODER)
     eps = number(raw, "layer_norm_epsilon", where, 1e-5)
     said |= {"num_hidden_layers": len(types), "rms_norm_eps": eps}
-    if "rms_norm_eps" in raw or number(raw, "norm_eps", where, eps) != eps:
+    if any(number(raw, key, where, eps) != eps for key in ("norm_eps", "rms_norm_eps")):
         raise NotComputedHere(
             f"{where}: layer_norm_epsilon {eps:g} is the epsilon of all norms, but norm_eps or rms_norm_eps says another; "
             "nearest thing that works: layer_norm_epsilon alone"
