@@ -84,10 +84,12 @@ def test_captured_rounds_write_the_same(zoo: Zoo, target: str, shape: tuple[int,
     hold_captured_text(zoo, target, shape, page_size)
 
 
-@pytest.mark.parametrize("kv", ["fp8", "int8"])
-def test_caches_in_8_bits_hold_attention_layers_alone(zoo: Zoo, kv: str) -> None:
+@pytest.mark.parametrize(
+    ("target", "kv"), [("qwen3_5_text", "fp8"), ("qwen3_5_text", "int8"), ("falcon_h1", "fp8"), ("nemotron_h", "fp8")]
+)
+def test_caches_in_8_bits_hold_attention_layers_alone(zoo: Zoo, target: str, kv: str) -> None:
     """Keeps out: scales that are taken for those of another layer, because recurrent ones have none."""
-    decoder = zoo.decoder("qwen3_5_text", "eagle1", SpecConfig(3, 4, 12), page_size=4, kv_cache_dtype=kv, dtype="float64")
+    decoder = zoo.decoder(target, "eagle1", SpecConfig(3, 4, 12), page_size=4, kv_cache_dtype=kv, dtype="float64")
     sampling = [SamplingParams(max_tokens=n) for n in LENGTHS]
     outputs = [decoder.generate(PROMPTS, sampling, speculate=speculate) for speculate in (True, False)]
     assert [out.token_ids for out in outputs[0]] == [out.token_ids for out in outputs[1]]
