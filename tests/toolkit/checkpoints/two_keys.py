@@ -96,6 +96,7 @@ OF_HYBRIDS = {
         [
             (NEMOTRON, {"norm_eps": 0.5}, "layer_norm_epsilon 1e-05 is the epsilon of all norms"),
             (NEMOTRON, {"rms_norm_eps": 0.5}, "layer_norm_epsilon 1e-05 is the epsilon of all norms"),
+            (NEMOTRON, {"rms_norm_eps": 1e-5}, SAME),
             (NEMOTRON, {"norm_eps": 0.5, "layer_norm_epsilon": 0.5}, SAME),
         ],
     ),
