@@ -141,7 +141,7 @@ def test_no_rope_where_a_file_names_none(tmp_path: Path) -> None:
     for rope in (raw["rope_parameters"], None, {}, {"rope_type": "default"}):
         (folder / "config.json").write_text(json.dumps({**raw, "rope_parameters": rope}))
         found.append(target_facts(folder)["target"]["rope"])
-    assert found == ["none: positions turn nothing"] * 4
+    assert found == ["none: layers know no positions"] * 4
 
 
 @pytest.mark.parametrize("family", MORE)
