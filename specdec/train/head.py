@@ -200,8 +200,15 @@ Loss = Callable[
 ]  # of some rows: the loss, and how often the head is right
 
 
+def teacher_rows(model: Target, draft_ids_V: Tensor) -> Tensor:
+    """[V, H]: by which final hidden states become the target's logits of these tokens, multipliers of logits included."""
+    weight_VH, config = model.lm_head.rows(draft_ids_V), model.config
+    scale = config.logits_multiplier / config.logits_divisor
+    return weight_VH if scale == 1 else weight_VH * scale
+
+
 def _loss_of(model: Target, head: DraftHead, draft_ids_V: Tensor, run: HeadRun) -> Loss:
-    weight_VH = model.lm_head.rows(draft_ids_V)
+    weight_VH = teacher_rows(model, draft_ids_V)
     if isinstance(head, BlockHead):
         anchors = run.anchors
         return lambda seen, picks: block_loss(head, seen, weight_VH, draft_ids_V, run.num_steps, run.decay, anchors, picks)

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from toolkit.recurrent.checks import load
+from toolkit.recurrent.mamba_targets import tiny_mamba
 from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -122,6 +124,15 @@ def test_a_saved_config_says_every_number_of_the_head(
     owns = kind == "p-eagle" or (kind, layout) == ("eagle3", "speculators")  # whose layout has embeddings in any case
     ids = tuple(range(0, 900, 3))
     assert read == replace(head.config, model=own, own_embeddings=owns, draft_ids=ids, format=layout)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("family", ["granitemoehybrid", "falcon_h1"])
+def test_the_teacher_has_the_target_s_logits(family: str, tmp_path: Path) -> None:
+    """Keeps out: a head that learns a sharper or flatter distribution than that of a target whose logits are multiplied."""
+    model = load(tiny_mamba(tmp_path, family))
+    hidden_TH, ids_V = torch.randn(5, model.config.hidden_size), torch.arange(0, 40, 3)
+    torch.testing.assert_close(hidden_TH @ training.teacher_rows(model, ids_V).T, model.logits(hidden_TH)[:, ids_V])
 
 
 @pytest.mark.parametrize(("kind", "layout"), LAYOUTS)
