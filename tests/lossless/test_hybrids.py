@@ -76,7 +76,8 @@ def test_a_seed_alone_decides_sampled_text(zoo: Zoo, target: str) -> None:
 @pytest.mark.parametrize(
     ("target", "shape", "page_size"),
     [("qwen3_next wide", (4, 4, 14), 5), ("qwen3_5_text wide", (5, 1, 6), 16), ("qwen3_5_moe_text wide", (5, 8, 32), 1)]
-    + [("lfm2 wide", (4, 4, 14), 4), ("olmo_hybrid wide", (5, 8, 32), 5), ("kimi_linear wide", (4, 4, 14), 16)],
+    + [("lfm2 wide", (4, 4, 14), 4), ("olmo_hybrid wide", (5, 8, 32), 5), ("kimi_linear wide", (4, 4, 14), 16)]
+    + [("granitemoehybrid wide", (5, 8, 32), 4), ("falcon_h1 wide", (4, 4, 14), 5), ("nemotron_h wide", (5, 1, 6), 16)],
     ids=str,
 )
 def test_captured_rounds_write_the_same(zoo: Zoo, target: str, shape: tuple[int, int, int], page_size: int) -> None:
