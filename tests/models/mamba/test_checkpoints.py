@@ -112,7 +112,7 @@ def test_inspect_says_what_layers_are(tmp_path: Path) -> None:
     facts = target_facts(tiny_mamba(tmp_path, "nemotron_h"))["target"]
     assert facts["layers read"] == "2 x recurrent, 2 x without a memory, 1 x full"
     assert facts["rope"] == "none: layers know no positions" and facts["layers that store keys"] == 1
-    assert facts["experts"]["dense"] == "layer 3"
+    assert facts["experts"]["dense"] == "layer 3" and facts["experts"]["over latents of"] == 16
 
 
 # A target, keys of its config.json, and what is said of them.

@@ -153,6 +153,13 @@ def test_inspect_says_what_layers_keep(tmp_path: Path, family: str) -> None:
     assert sizes is not None and facts["bytes of a text's state"] == 3 * sizes.state_bytes(torch.float32)
 
 
+def test_inspect_says_that_a_width_is_adjusted(tmp_path: Path) -> None:
+    """Keeps out: an `intermediate_size` that is not the file's, without a word."""
+    facts = target_facts(save_more(tmp_path, "lfm2"))
+    assert facts["target"]["intermediate_size"] == 32
+    assert facts["meanings"]["intermediate_size"] == "48, but with the file's other keys MLPs are 32 wide"
+
+
 # A family, keys of its config.json, and what is said of them.
 KDA = {"head_dim": 8, "num_heads": 4, "short_conv_kernel_size": 4}
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
