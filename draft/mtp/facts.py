@@ -9,7 +9,7 @@ from specdec.draft.mtp.spec import MtpSpec
 from specdec.draft.mtp.tensors import copies, how_stored, stored_tensors
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.mtp_names import count_key
-from specdec.models.config import ModelConfig
+from specdec.models.config import NO_ROPE, ModelConfig
 
 
 def facts_of(checkpoint: Checkpoint, spec: MtpSpec) -> Facts:
@@ -49,6 +49,6 @@ def facts_of(checkpoint: Checkpoint, spec: MtpSpec) -> Facts:
 
 
 def _rope(model: ModelConfig) -> dict[str, Any] | str:
-    if not model.turns_heads:
+    if model.rope.kind == NO_ROPE:
         return "none: layers know no positions"
     return {"type": model.rope.kind, "theta": model.rope.theta, "rotated": model.rope.rotated or "all"}
