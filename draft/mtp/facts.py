@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from specdec.draft.kind import Facts
 from specdec.draft.mtp.spec import MtpSpec
 from specdec.draft.mtp.tensors import copies, how_stored, stored_tensors
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.mtp_names import count_key
+from specdec.models.config import NO_ROPE, ModelConfig
 
 
 def facts_of(checkpoint: Checkpoint, spec: MtpSpec) -> Facts:
@@ -33,7 +36,7 @@ def facts_of(checkpoint: Checkpoint, spec: MtpSpec) -> Facts:
         "embeddings": "the target's",
         "lm_head": "the target's",
         "rms_norm_eps": model.rms_norm_eps,
-        "rope": {"type": model.rope.kind, "theta": model.rope.theta, "rotated": model.rope.rotated or "all"},
+        "rope": _rope(model),
     }
     return Facts(
         spec.family,
@@ -43,3 +46,9 @@ def facts_of(checkpoint: Checkpoint, spec: MtpSpec) -> Facts:
         {name: list(shape) for name, shape in stored_tensors(checkpoint, spec).items()},
         {name: f"repeats {own}" for name, own in held.items()},
     )
+
+
+def _rope(model: ModelConfig) -> dict[str, Any] | str:
+    if model.rope.kind == NO_ROPE:
+        return "none: layers know no positions"
+    return {"type": model.rope.kind, "theta": model.rope.theta, "rotated": model.rope.rotated or "all"}

@@ -64,6 +64,8 @@ def run(args: argparse.Namespace, usual: Mapping[str, int] = USUAL) -> int:
     except ValueError as error:  # which names options as `generate` calls them
         raise ValueError(str(error).replace("max_seq_len", "--context").replace("max_batch_size", "--batch")) from error
     over()
+    if refusal := next(iter(plans.values())).refusal:
+        raise ValueError(f"no memory makes a GPU run this: {refusal}")
     if args.json:
         print(json.dumps(_facts(plans, is_one=bool(known)), indent=1))
     else:
@@ -74,10 +76,11 @@ def run(args: argparse.Namespace, usual: Mapping[str, int] = USUAL) -> int:
 def _facts(plans: dict[str, MemoryPlan], is_one: bool) -> dict[str, Any]:
     """As plain data.  is_one: whether there is a GPU that is meant; if not, `gpus` lists the usual ones."""
     first = next(iter(plans.values()))
+    said = {name: value for name, value in first._asdict().items() if name != "refusal"}
     if is_one:
-        return {**first._asdict(), "total": first.total, "fits": first.fits}
+        return {**said, "total": first.total, "fits": first.fits}
     own = ("memory", "longest", "widest")
-    shared = {name: value for name, value in first._asdict().items() if name not in own}
+    shared = {name: value for name, value in said.items() if name not in own}
     gpus = [{"name": name, **{field: getattr(plan, field) for field in own}, "fits": plan.fits} for name, plan in plans.items()]
     return {**shared, "total": first.total, "gpus": gpus}
 

@@ -23,11 +23,12 @@ from specdec.loading.devices import CHUNK_COST
 from specdec.loading.load import CheckedPair, check_pair, expert_sharing, require_lossless, warn_of_slow_weights
 from specdec.loading.memory import kv_page_bytes, layer_groups, plan_states, source_bytes
 from specdec.loading.rank_share import share_of_tensor
-from specdec.loading.resolve import EngineSettings, check_packing, experts_line
+from specdec.loading.resolve import EngineSettings, check_packing, check_recurrent, experts_line
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.loader import DTYPES
 from specdec.models.checkpoints.mtp_names import mtp_prefixes
 from specdec.models.config import ModelConfig
+from specdec.models.recurrent.sizes import SHARED_OF_MANY_NODES
 from specdec.models.schemes.size import Held, all_of_it, matrix_size, quantised_and_dense, quantised_matrices
 from specdec.models.schemes.slow import FIRST
 from specdec.models.schemes.source import WeightFormat
@@ -83,6 +84,7 @@ class MemoryPlan(NamedTuple):
     widest: int  # the largest batch at this context that fits; 0: none does
     ranks: int = 1  # that share the models, each on a GPU; bytes are those of the fullest one
     experts: str = ""  # what a rank holds of a mixture's experts, and why
+    refusal: str = ""  # why no GPU runs it, whatever its memory
 
     @property
     def total(self) -> int:
@@ -143,6 +145,7 @@ def plan_memories(
         widest=0,
         ranks=options.tensor_parallel_size,
         experts=experts_line(config, settings),
+        refusal=_refusal(config, settings),
     )
 
     def holds(length: int) -> bool:
@@ -156,6 +159,16 @@ def plan_memories(
         return plan._replace(memory=memory, longest=longest, widest=widest)
 
     return [on(memory) for memory in memories]
+
+
+def _refusal(config: ModelConfig, settings: EngineSettings) -> str:
+    """What loading says on any GPU, of what a CPU runs."""
+    try:
+        if config.recurrent is not None:
+            check_recurrent(settings, config.recurrent, SHARED_OF_MANY_NODES)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def _on_a_gpu(pair: CheckedPair) -> EngineSettings:

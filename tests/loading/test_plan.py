@@ -20,6 +20,7 @@ from toolkit.heads.block_zoo import HEADS as BLOCK_HEADS
 from toolkit.heads.block_zoo import save_block_head
 from toolkit.models import Zoo, save_target
 from toolkit.mtp_layers.targets import save_mtp_target
+from toolkit.recurrent.more_targets import save_more
 
 from specdec import SpecConfig, SpecDecoder, cli, shipped
 from specdec.cli import plan
@@ -170,6 +171,22 @@ def test_wrong_input(flags: list[str], named: str, capsys: pytest.CaptureFixture
     assert cli.main(["plan", "--target", str(TARGET), *flags]) == 2
     error = capsys.readouterr().err
     assert named in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "said"),
+    [
+        ("olmo_hybrid", [], "heads are a power of two wide, from 16 on, got key heads of 8"),
+        ("lfm2", ["--draft", "ngram", "--spec", "64,4,201"], "num_draft_tokens must be at most 128 .* got 201"),
+    ],
+)
+def test_what_no_gpu_runs_is_not_said_to_fit(
+    tmp_path: Path, name: str, flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Keeps out: "it fits" of what loading on a GPU refuses, whatever its memory."""
+    folder = save_more(tmp_path, name, vocab_size=800)
+    assert cli.main(["plan", "--target", str(folder), "--gpu-memory", "80GB", *flags]) == 2
+    assert re.search(f"no memory makes a GPU run this: .*{said}", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(

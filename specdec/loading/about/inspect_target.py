@@ -101,6 +101,7 @@ def _experts(raw: dict[str, Any], config: ModelConfig) -> dict[str, Any]:
         return {name: raw[key] for name, keys in EXPERTS.items() for key in keys if isinstance(raw.get(key), int)}
     said = {"experts": own.count, "of a token": own.router.top_k, "size of one": own.intermediate_size}
     shared = {"size of shared ones": own.shared_size} if own.shared_size else {}
+    shared |= {"over latents of": own.latent_size} if own.latent_size else {}
     return {**said, **shared, **({"dense": in_runs(config.dense_mlp_layers)} if config.dense_mlp_layers else {})}
 
 
@@ -221,6 +222,9 @@ def _meanings(chosen: TargetChoice, raw: dict[str, Any], mtp: str) -> dict[str, 
     family = chosen.native
     unsaid = {**family.unsaid, "head_dim": str(config.head_dim)} if family and family.unsaid else {}
     found = {key: f"absent: {meaning}" for key, meaning in unsaid.items() if raw.get(key) is None}
+    width = raw.get("intermediate_size")
+    if family and isinstance(width, int) and width != config.intermediate_size and config.dense_mlp_layers:
+        found["intermediate_size"] = f"{width}, but with the file's other keys MLPs are {config.intermediate_size} wide"
     if config.dtype is None:
         found["dtype"] = "absent: bfloat16 on a GPU, float32 on a CPU"
     if config.mtp_layers:

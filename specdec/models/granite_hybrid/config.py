@@ -12,7 +12,7 @@ from typing import Any
 from specdec.attention.kinds import FULL, RECURRENT, LayerKind
 from specdec.models.checkpoints.config_values import NotComputedHere, flag, number, text, whole
 from specdec.models.config import NO_ROPE, OutputNames, RopeConfig
-from specdec.models.keys.names import by_own_names, with_unsaid
+from specdec.models.keys.names import by_own_names, telling_names, with_unsaid
 from specdec.models.keys.shared import check_types
 from specdec.models.mamba.config import KEYS, MambaConfig, read_mamba
 from specdec.models.mixtures.keys import TOP_K, read_decoder, with_experts
@@ -26,6 +26,7 @@ _KEYS = (
     f"{KEYS} {' '.join(_MULTIPLIERS)} attention_bias layer_types normalization_function num_local_experts "
     "position_embedding_type shared_intermediate_size"
 )
+_OTHER_NAMES = {"layers_block_type": "layer_types", "num_experts": "num_local_experts"}
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,10 @@ class GraniteConfig(MambaConfig):
     residual_multiplier: float = 1.0
 
 
+@telling_names(_OTHER_NAMES)
 def parse_granite_hybrid(raw: dict[str, Any], where: str) -> GraniteConfig:
     """A target's config.  ValueError names `where` (the file), the key, what was expected and what was found."""
-    raw = by_own_names(raw, {"layers_block_type": "layer_types", "num_experts": "num_local_experts"}, where)
+    raw = by_own_names(raw, _OTHER_NAMES, where)
     said = with_unsaid(raw, {"num_key_value_heads": raw.get("num_attention_heads"), "intermediate_size": 11008})
     if (kind := text(raw, "normalization_function", where)) not in (None, "rmsnorm"):
         raise NotComputedHere(f"{where}: normalization_function must be 'rmsnorm' or absent, got {kind!r}")

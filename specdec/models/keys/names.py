@@ -6,10 +6,44 @@ they contradict each other is nobody's, and an error here.  Knows no family.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import re
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any, TypeVar
 
 from specdec.models.checkpoints.config_values import whole
+
+C = TypeVar("C")
+
+
+def telling_names(
+    others: Mapping[str, str],
+) -> Callable[[Callable[[dict[str, Any], str], C]], Callable[[dict[str, Any], str], C]]:
+    """Of a family's parser: its errors say, of a key that they name, which other name the file has for it.
+
+    others: as of `by_own_names`, which the parser calls.
+    """
+
+    def telling(parse: Callable[[dict[str, Any], str], C]) -> Callable[[dict[str, Any], str], C]:
+        @wraps(parse)
+        def told(raw: dict[str, Any], where: str) -> C:
+            try:
+                return parse(raw, where)
+            except ValueError as error:
+                said = str(error)
+                named = [(own, other) for other, own in others.items() if other in raw and own not in raw]
+                hints = [f"{own} is {other} there" for own, other in named if _names(said, own) and not _names(said, other)]
+                if not hints:
+                    raise
+                raise type(error)(f"{said} ({', '.join(hints)})") from error
+
+        return told
+
+    return telling
+
+
+def _names(said: str, key: str) -> bool:
+    return re.search(rf"\b{key}\b", said) is not None
 
 
 def by_own_names(raw: dict[str, Any], others: Mapping[str, str], where: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from specdec.attention.kinds import FULL, RECURRENT, LayerKind
 from specdec.models.checkpoints.config_values import MAX_LAYERS, NotComputedHere, flag, mapping, whole
 from specdec.models.config import NO_ROPE, OutputNames, RopeConfig
 from specdec.models.deepseek.config import DeepseekConfig, parse_experts
-from specdec.models.keys.names import by_own_names, expect_repeated
+from specdec.models.keys.names import by_own_names, expect_repeated, telling_names
 from specdec.models.keys.shared import MTP_COUNT, check_types, refuse_unknown, require, shared_values
 from specdec.models.mixtures.keys import dense_by_types, only
 from specdec.models.recurrent.sizes import RecurrentConfig, RuleSizes
@@ -52,9 +52,12 @@ _KNOWN = frozenset(
 ) | {*_REQUIRED, *_UNSAID, *_ONLY, *(name for name, _ in _SIZES.values())}
 
 
+@telling_names(OTHER_NAMES)
 def parse_kimi_linear(raw: dict[str, Any], where: str) -> DeepseekConfig:
     """A target's config.  ValueError names `where` (the file), the key, what was expected and what was found."""
     said = by_own_names(raw, OTHER_NAMES, where)
+    if "moe_renormalize" in raw:
+        said.setdefault("norm_topk_prob", None)  # null, which transformers takes for false, is no absence
     said = {**said, **{key: value for key, value in _UNSAID.items() if said.get(key) is None}}
     refuse_unknown(said, _KNOWN, where)
     require(said, _REQUIRED, where)

@@ -13,7 +13,7 @@ from typing import Any
 from specdec.attention.kinds import FULL, RECURRENT, LayerKind
 from specdec.models.checkpoints.config_values import NotComputedHere, flag, number, whole
 from specdec.models.config import ModelConfig, OutputNames
-from specdec.models.keys.names import by_own_names, expect_repeated
+from specdec.models.keys.names import by_own_names, expect_repeated, telling_names
 from specdec.models.keys.shared import check_types, refuse_unknown
 from specdec.models.mixtures.keys import TOP_K, layer_numbers, only, read_decoder, with_experts
 from specdec.models.mixtures.rules import ExpertsConfig
@@ -43,6 +43,7 @@ class Lfm2Config(ModelConfig):
     conv_bias: bool = False
 
 
+@telling_names(_OTHER_NAMES)
 def parse_lfm2(raw: dict[str, Any], where: str) -> Lfm2Config:
     """A target's config.  ValueError names `where` (the file), the key, what was expected and what was found."""
     if "rms_norm_eps" in raw:

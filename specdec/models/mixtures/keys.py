@@ -109,7 +109,8 @@ def dense_by_types(raw: dict[str, Any], key: str, layers: int, where: str, unsai
     if types is None:
         return frozenset(unsaid)
     if not isinstance(types, list) or len(types) != layers or any(each not in ("dense", "sparse") for each in types):
-        raise ValueError(f"{where}: {key} must be a list of 'dense' or 'sparse' for each layer, got {types!r}"[:500])
+        expected = f"{key} must be a list of 'dense' or 'sparse' for each layer, {layers} by num_hidden_layers"
+        raise ValueError(f"{where}: {expected}, got {types!r}"[:500])
     return frozenset(layer for layer, kind in enumerate(types) if kind == "dense")
 
 

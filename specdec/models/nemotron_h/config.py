@@ -12,9 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 from specdec.attention.kinds import FULL, RECURRENT, LayerKind
-from specdec.models.checkpoints.config_values import MAX_LAYERS, NotComputedHere, dtype_name, flag, number, text, whole
+from specdec.models.checkpoints.config_values import DTYPE_NAMES, MAX_LAYERS, NotComputedHere, flag, number, text, whole
 from specdec.models.config import NO_ROPE, OutputNames, RopeConfig
-from specdec.models.keys.names import by_own_names, expect_repeated, with_unsaid
+from specdec.models.keys.names import by_own_names, expect_repeated, telling_names, with_unsaid
 from specdec.models.keys.shared import MTP_COUNT
 from specdec.models.mamba.config import LIMIT, MambaConfig, refuse_limits, sizes_of
 from specdec.models.mixtures.keys import TOP_K, only, read_decoder, with_experts
@@ -53,6 +53,7 @@ _FIXED = dict(attention_bias=False, mamba_proj_bias=False, mlp_bias=False, resid
               tie_word_embeddings=False, sliding_window=None, mlp_hidden_act="relu2", mamba_hidden_act="silu")  # fmt: skip
 
 
+@telling_names(_OTHER_NAMES)
 def parse_nemotron_h(raw: dict[str, Any], where: str) -> MambaConfig:
     """A target's config.  ValueError names `where` (the file), the key, what was expected and what was found."""
     raw = by_own_names(raw, _OTHER_NAMES, where)
@@ -91,7 +92,8 @@ def _expect_unread(raw: dict[str, Any], where: str) -> None:
     """ValueError for values of another kind of keys that change nothing: states are float32 whatever their dtype is to be."""
     whole(raw, "chunk_size", where, 128)
     whole(raw, "expand", where, 2)
-    dtype_name({"dtype": raw.get("mamba_ssm_cache_dtype")}, where)
+    if (states := text(raw, "mamba_ssm_cache_dtype", where)) not in (None, *DTYPE_NAMES):
+        raise ValueError(f"{where}: mamba_ssm_cache_dtype must be null or one of {', '.join(DTYPE_NAMES)}, got {states!r}")
     for key in ("time_step_min", "time_step_max", "time_step_floor"):
         number(raw, key, where, 0.0, or_zero=True)
     for key in ("moe_shared_expert_overlap", "rescale_prenorm_residual", "use_mamba_kernels"):
@@ -112,7 +114,12 @@ def _types(raw: dict[str, Any], where: str) -> list[str]:
 def _said_types(raw: dict[str, Any], where: str, listing: str, pattern: str) -> list[str]:
     """What blocks are, by a list of words, or by a letter each; empty if neither is there.  listing, pattern: the keys."""
     listed, letters = raw.get(listing), text(raw, pattern, where)
-    spelled = None if letters is None else [_LETTERS.get(letter, letter) for letter in letters]
+    for key, value in ((listing, listed), (pattern, letters)):
+        if value in ([], ""):  # which would be taken for a key that is absent
+            raise ValueError(f"{where}: {key} must name a block or more, or be absent, got {value!r}")
+    if letters is not None and (unknown := [letter for letter in letters if letter not in _LETTERS]):
+        raise NotComputedHere(f"{where}: {pattern} must be of the letters {', '.join(_LETTERS)}, got {unknown[0]!r}")
+    spelled = None if letters is None else [_LETTERS[letter] for letter in letters]
     if listed is not None and not isinstance(listed, list):
         raise ValueError(f"{where}: {listing} must be null or a list of {', '.join(_UNSAID)}, got {listed!r}"[:500])
     types = None if listed is None else [_WORDS.get(each, each) if isinstance(each, str) else each for each in listed]

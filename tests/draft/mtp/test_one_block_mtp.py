@@ -18,6 +18,7 @@ from torch import Tensor
 
 from specdec import EngineOptions, SamplingParams, SpecConfig, SpecDecoder
 from specdec.attention.eager.dense import DenseAttention
+from specdec.cli import main
 from specdec.draft.mtp.load import OpenMtp
 from specdec.models.registry import choose_target, load_chosen
 
@@ -73,6 +74,12 @@ def test_text_is_transformers(folder: Path) -> None:
         own -= sum(x.nbytes for x in decoder.head.parameters() if id(x) in shared)
     plan = plan_memory(folder, "mtp", None, EngineOptions(dtype="float32", max_seq_len=64), 10**9)
     assert plan.parts["weights of the draft head"] == own
+
+
+def test_inspect_says_that_no_head_is_turned(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Keeps out: a theta that nothing reads, as in transformers' configs of this family."""
+    assert main(["inspect", "mtp", "--target", str(folder), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["head"]["rope"] == "none: layers know no positions"
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def test_inspect_says_what_layers_are(tmp_path: Path) -> None:
     facts = target_facts(tiny_mamba(tmp_path, "nemotron_h"))["target"]
     assert facts["layers read"] == "2 x recurrent, 2 x without a memory, 1 x full"
     assert facts["rope"] == "none: layers know no positions" and facts["layers that store keys"] == 1
-    assert facts["experts"]["dense"] == "layer 3"
+    assert facts["experts"]["dense"] == "layer 3" and facts["experts"]["over latents of"] == 16
 
 
 # A target, keys of its config.json, and what is said of them.
@@ -146,6 +146,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("nemotron_h", {"time_step_limit": None, "mamba_dt_limit": [0.0, 0.5]}, "time_step_limit must be 0 and infinity"),
     ("nemotron_h", {"num_hidden_layers": 6}, "num_hidden_layers must be as many as layers_block_type .* 5, .* got 6"),
     ("nemotron_h", {"hybrid_override_pattern": "ME*-E"}, "layers_block_type and hybrid_override_pattern must say the same"),
+    ("nemotron_h", {"mamba_ssm_cache_dtype": "half"}, "mamba_ssm_cache_dtype must be null or one of float32, .*got 'half'"),
+    ("nemotron_h", {"layers_block_type": []}, r"layers_block_type must name a block or more, or be absent, got \[\]"),
+    ("nemotron_h", {"layers_block_type": None, "hybrid_override_pattern": ""}, "hybrid_override_pattern must name a block"),
+    ("nemotron_h", {"layers_block_type": None, "hybrid_override_pattern": "ME|*-M"}, r"_pattern must be of the letters .*'\|'"),
     ("nemotron_h", {"layers_block_type": ["mamba", "moe", "attention", "moe", "mamba"]}, "layer 3 is of moe by .*of mlp by"),
     ("nemotron_h", {"layers_block_type": ["mamba", "moe", "lstm"]}, "layers_block_type must be a list of .*got 'lstm'"),
     ("nemotron_h", {"layers_block_type": ["mamba", "moe"]}, "must have layers of full_attention and of linear_attention"),

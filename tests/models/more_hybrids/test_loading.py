@@ -131,6 +131,13 @@ def test_inspect_says_what_layers_keep(tmp_path: Path, family: str) -> None:
     assert sizes is not None and facts["bytes of a text's state"] == 3 * sizes.state_bytes(torch.float32)
 
 
+def test_inspect_says_that_a_width_is_adjusted(tmp_path: Path) -> None:
+    """Keeps out: an `intermediate_size` that is not the file's, without a word."""
+    facts = target_facts(save_more(tmp_path, "lfm2"))
+    assert facts["target"]["intermediate_size"] == 32
+    assert facts["meanings"]["intermediate_size"] == "48, but with the file's other keys MLPs are 32 wide"
+
+
 # A family, keys of its config.json, and what is said of them.
 KDA = {"head_dim": 8, "num_heads": 4, "short_conv_kernel_size": 4}
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
@@ -155,6 +162,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("kimi_linear", {"linear_attn_config": {**KDA, "full_attn_layers": [0], "kda_layers": [1, 2, 3]}}, "each number from 1"),
     ("kimi_linear", {"first_k_dense_replace": 2}, "first_k_dense_replace must say what mlp_layer_types says"),
     ("kimi_linear", {"mlp_layer_types": ["sparse"] * 4}, "layer 0 is a mixture by first_k_dense_replace"),
+    ("kimi_linear", {"mlp_layer_types": ["dense"] * 3}, "for each layer, 4 by num_hidden_layers, got"),
+    ("kimi_linear", {"moe_renormalize": None}, r"norm_topk_prob must be true or false, got None \(.* is moe_renormalize there"),
+    ("kimi_linear", {"num_experts_per_token": 7}, r"got 7 \(n_routed_experts is num_experts there, num_experts_per_tok is "),
+    ("kimi_linear", {"model_max_length": "x"}, r"got 'x' \(max_position_embeddings is model_max_length there\)"),
     ("kimi_linear", {"num_key_value_heads": 1}, "num_key_value_heads must be num_attention_heads, 4, or absent, got 1"),
     ("olmo_hybrid", {"layer_types": ["linear_attention"] * 4}, "layers must be of both kinds"),
     ("olmo_hybrid", {"layer_types": ["full_attention"] + ["linear_attention"] * 3}, "layer 0 is of full_attention by layer"),
