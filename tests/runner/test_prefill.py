@@ -5,6 +5,9 @@ a GPU (test_gpu.py); here the padded path runs eagerly, on the backend that is t
 """
 
 import pytest
+import toolkit.recurrent.mamba_targets
+import toolkit.recurrent.more_targets
+import toolkit.recurrent.targets  # noqa: F401 (and its targets)
 import torch
 from toolkit.driver import Driver
 from toolkit.models import Zoo, ragged_prompts
@@ -16,12 +19,22 @@ from specdec.batch.ragged import ChunkShape, RaggedPrompts, flat_chunk
 from specdec.runner.prompts import bucket_of
 from specdec.steps import PromptPart
 
+# The last ones have layers of each recurrent rule.
+PAIRS = [
+    ("llama", "eagle3"),
+    ("llama", "eagle1"),
+    ("qwen3_5_text", "eagle3"),
+    ("falcon_h1", "eagle3"),
+    ("kimi_linear", "eagle1"),
+    ("lfm2", "eagle3"),
+]
+
 
 @pytest.mark.slow_cases
-@pytest.mark.parametrize("kind", ["eagle3", "eagle1"])
-def test_padded_prompts_equal_bare_ones(zoo: Zoo, kind: str) -> None:
+@pytest.mark.parametrize(("target", "kind"), PAIRS)
+def test_padded_prompts_equal_bare_ones(zoo: Zoo, target: str, kind: str) -> None:
     """Packs of one, two and four prompts go through buckets that earlier, longer packs have dirtied."""
-    decoder = zoo.decoder("llama", kind, SpecConfig(3, 4, 12), page_size=4, max_batch_size=4, max_seq_len=96)
+    decoder = zoo.decoder(target, kind, SpecConfig(3, 4, 12), page_size=4, max_batch_size=4, max_seq_len=96)
     driver = Driver(decoder)
     driver.replace_backend(ReferenceBackend())
     prompts = [[5] * 13, *ragged_prompts(40, 6, seed=4), [7]]

@@ -271,7 +271,7 @@ class Driver(Hooks):
         assert self.is_idle
         for cache in [self.cache(model) for model in models] or self.caches:
             for buffers in cache.buffers_of.values():
-                buffers.get("scales", buffers["kv"]).fill_(value)
+                next(buffers[name] for name in ("scales", "kv", "latent") if name in buffers).fill_(value)
 
     def poison_free_rows(self) -> None:
         """Fills every row's bonus token and hidden state with junk.  To be called only while nothing runs."""

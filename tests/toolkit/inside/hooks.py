@@ -222,7 +222,7 @@ class Hooks:
         runner = self._runner.prompts
 
         def replay(chunk: RunChunk) -> Tensor:
-            seen.append(prompt_runner.bucket_of(ChunkShape.of(chunk.parts)))
+            seen.append(prompt_runner.bucket_of(runner.shape_of(chunk)))
             return runner.replay(chunk, prompt_runner.ChunkKey(seen[-1], chunk.needs, chunk.drafted))
 
         runner.run = replay
