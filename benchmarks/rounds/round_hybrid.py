@@ -44,6 +44,7 @@ from specdec.models.layers import HeadsRMSNorm, RMSNorm
 from specdec.models.linear import Linear
 from specdec.models.mamba.mixer import Mamba2
 from specdec.models.qwen_hybrid.modules import GatedDeltaNet
+from specdec.models.recurrent.layer import RecurrentLayer
 from specdec.models.registry import family_of
 from specdec.models.sharding import join
 from specdec.parallel.group import ALONE
@@ -149,6 +150,9 @@ def fill_hybrid(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, RMSNorm | HeadsRMSNorm) and module.zero_centred:
             module.weight = nn.Buffer(torch.ones_like(module.weight, dtype=torch.float32))
+        if isinstance(module, RecurrentLayer):
+            for name, buffer in module.named_buffers(recurse=False):  # which were cast when the model was made
+                setattr(module, name, nn.Buffer(torch.empty_like(buffer, dtype=torch.float32)))
         if isinstance(module, GatedDeltaNet):
             module.A_log_V.uniform_(-3, 0)
             module.dt_bias_V.uniform_(-1, 1)
@@ -269,6 +273,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(0)
     config, longest = config_of(args.model, args.layers), PROMPT + 2048
+    config, longest, rows = config_of(args.model, args.layers), PROMPT + 2048, list[dict[str, Any]]()
     model, drafters = random_models(args.model, config, longest, torch.device("cuda", 0))
     for row in measure_cases(model, drafters, args):
         rows.append(row)

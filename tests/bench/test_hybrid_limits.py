@@ -1,0 +1,123 @@
+"""The byte limit of hybrids against a count by hand, and the benchmark's published configs of them."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from toolkit.paths import ROOT
+
+from specdec.bench.byte_limit import byte_limit
+from specdec.config import SpecConfig
+from specdec.models.causal_lm import CausalLM
+from specdec.models.checkpoints.frame import empty
+from specdec.models.checkpoints.loader import build
+from specdec.models.mixtures.counter import mixtures_of
+from specdec.models.recurrent.layer import RecurrentLayer
+from specdec.models.registry import family_of
+
+BENCHMARKS = ROOT / "benchmarks"
+V, H, F, S, E, CHOSEN = 50, 48, 24, 40, 8, 5  # vocabulary, hidden, an expert's width, shared ones', experts, chosen ones
+HEADS, KV, D = 4, 2, 16
+BATCH, CONTEXT = 2, 10
+NEMOTRON: dict[str, Any] = dict(
+    model_type="nemotron_h", vocab_size=V, hidden_size=H, hybrid_override_pattern="ME*M-E", num_attention_heads=HEADS,
+    num_key_value_heads=KV, head_dim=D, mamba_num_heads=6, mamba_head_dim=16, ssm_state_size=32, n_groups=2, conv_kernel=4,
+    n_routed_experts=E, num_experts_per_tok=2, moe_intermediate_size=F, moe_shared_expert_intermediate_size=S,
+    intermediate_size=56,
+)  # fmt: skip
+KIMI: dict[str, Any] = dict(
+    model_type="kimi_linear", vocab_size=V, hidden_size=H, intermediate_size=56, num_hidden_layers=4, num_attention_heads=HEADS,
+    num_key_value_heads=HEADS, kv_lora_rank=20, qk_nope_head_dim=14, qk_rope_head_dim=6, v_head_dim=12, num_experts=E,
+    num_experts_per_token=2, num_shared_experts=1, moe_intermediate_size=F, mla_use_nope=True, tie_word_embeddings=False,
+    linear_attn_config=dict(
+        head_dim=16, num_heads=3, short_conv_kernel_size=4, full_attn_layers=[3], kda_layers=[1, 2, 4]
+    ),
+)  # fmt: skip
+
+
+@pytest.fixture()
+def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The benchmark's module, which is forgotten after the test with all that it imported of the rooms."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    before = set(sys.modules)
+    yield importlib.import_module("rounds.round_hybrid")
+    for name in set(sys.modules) - before:
+        if str(BENCHMARKS) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+def made(raw: dict[str, Any]) -> CausalLM:
+    family = family_of(raw["model_type"])
+    assert family is not None
+    config = family.parse(raw, "here")
+    model = build(lambda: CausalLM(config, 64, family.layer), torch.device("cpu"), torch.bfloat16)
+    for part in model.modules():
+        for name, buffer in part.named_buffers(recurse=False) if isinstance(part, RecurrentLayer) else ():
+            part.register_buffer(name, buffer.float())  # as their loaders do
+    return model
+
+
+def hold(model: CausalLM, weights: int, floats: int, states: int, node: int, token: int) -> None:
+    """weights, floats: numbers of a pass in 16 and in 32 bits, of all but embeddings and the output layer.
+
+    states, node, token: bytes of all layers, of a sequence's states, of what a node leaves, of a token's keys and values.
+    """
+    chosen = dict.fromkeys(mixtures_of(model), CHOSEN)
+    for spec, nodes in ((None, 1), (SpecConfig(3, 2, 6), 6)):
+        limit = byte_limit(model, None, spec, BATCH, CONTEXT, chosen=chosen)
+        assert limit.target == 2 * (weights + V * H + BATCH * nodes * H) + 4 * floats
+        assert limit.target_kv == BATCH * (CONTEXT * token + 2 * states + nodes * node)
+
+
+@pytest.mark.parametrize("latent", [None, 20])
+def test_the_bytes_of_nemotron(latent: int | None) -> None:
+    """Keeps out: experts counted with a gate, or as wide as the model where they read latents; weights of decays left out;
+    groups counted as heads, or heads as groups, in what a node leaves."""
+    N, G, heads, Y, X = 32, 2, 6, 6 * 16, latent or H
+    C = Y + 2 * G * N
+    mamba = H * (Y + C + heads) + 5 * C + Y + Y * H  # with taps and a bias of each channel, and the gated norm
+    attention = H * (HEADS + 2 * KV) * D + HEADS * D * H
+    mixture = E * H + CHOSEN * 2 * F * X + 2 * S * H + (2 * X * H if latent else 0)
+    weights = 2 * mamba + attention + 2 * mixture + 2 * 56 * H + 7 * H
+    state, node = 4 * Y * N + 2 * 3 * C, 4 * (G * N + Y + heads) + 2 * C
+    model = made(NEMOTRON | {"moe_latent_size": latent})
+    hold(model, weights, 2 * 3 * heads, 2 * state, 2 * node, 2 * 2 * KV * D)
+
+
+def test_the_bytes_of_kimi() -> None:
+    """Keeps out: latents counted as keys and values of all heads; a decay a head where each channel has one; a dense layer
+    counted as a mixture."""
+    heads, W, rank, nope, turned, value = 3, 16, 20, 14, 6, 12
+    C = heads * W
+    delta = H * (3 * C + 2 * W + heads) + 2 * W * C + C * H + 4 * 3 * C + W
+    latents = H * HEADS * (nope + turned) + H * (rank + turned) + rank + rank * HEADS * (nope + value) + HEADS * value * H
+    mixture = E * H + (CHOSEN + 1) * 3 * F * H
+    weights = 3 * delta + latents + 3 * mixture + 3 * 56 * H + 9 * H
+    state, node = 4 * C * W + 2 * 3 * 3 * C, 4 * 3 * C + 2 * 3 * C
+    hold(made(KIMI), weights, 3 * (heads + C), 3 * state, 3 * node, 2 * (rank + turned))
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "layers", "few"),
+    [
+        ("Qwen3.5-27B", 26.9, 48, 6),
+        ("Qwen3.5-35B-A3B", 34.7, 30, 6),
+        ("Nemotron-3-Nano-30B-A3B", 31.6, 23, 4),
+        ("Kimi-Linear-48B-A3B-Instruct", 49.1, 20, 6),
+    ],
+)
+def test_the_benchmark_makes_the_published_hybrids(
+    script: ModuleType, name: str, billions: float, layers: int, few: int
+) -> None:
+    """Keeps out: a round measured of a model of another size than its name says, or of which the first layers can't be made."""
+    config = script.config_of(name, None)
+    weights = sum(x.numel() for x in empty(script.family_by(script.MODELS[name]["model_type"]), config).parameters())
+    assert weights / 1e9 == pytest.approx(billions, rel=0.01) and len(config.recurrent_layers) == layers
+    cut = script.config_of(name, 8)
+    assert cut.num_layers == 8 and len(cut.recurrent_layers) == few and cut.layer_kinds == config.layer_kinds[:8]
