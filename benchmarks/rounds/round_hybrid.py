@@ -272,7 +272,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.manual_seed(0)
-    config, longest = config_of(args.model, args.layers), PROMPT + 2048
     config, longest, rows = config_of(args.model, args.layers), PROMPT + 2048, list[dict[str, Any]]()
     model, drafters = random_models(args.model, config, longest, torch.device("cuda", 0))
     for row in measure_cases(model, drafters, args):
