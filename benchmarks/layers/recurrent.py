@@ -84,9 +84,8 @@ def time_calls(call: Callable[[int], object]) -> float:
 def tree_of(B: int, N: int, device: torch.device) -> TreeSteps:
     _, depth, places = SHAPES[N]
     numbers_B = torch.arange(2, 2 + 2 * B, 2, device=device)
-    parents_N = torch.tensor(
-        [0, *((n - 1 if N == depth + 1 or n <= depth else (n - 1) // 2) for n in range(1, N))], device=device
-    )
+    below = [n - 1 if n <= depth else (n - depth - 1) % depth for n in range(1, N)]  # so no node is deeper than `depth`
+    parents_N = torch.tensor([0, *below], device=device)
     path_BE = torch.arange(places, device=device).expand(B, places).contiguous()
     count_B = torch.full((B,), min(PENDING, places), dtype=torch.int32, device=device)
     return TreeSteps(numbers_B, numbers_B + 1, parents_N.expand(B, N).contiguous(), depth, N == depth + 1, path_BE, count_B)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -42,11 +42,11 @@ KIMI: dict[str, Any] = dict(
 
 
 @pytest.fixture()
-def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The benchmark's module, which is forgotten after the test with all that it imported of the rooms."""
+def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
+    """Imports a benchmark's module, which is forgotten after the test with all that it imported of the rooms."""
     monkeypatch.syspath_prepend(BENCHMARKS)
     before = set(sys.modules)
-    yield importlib.import_module("rounds.round_hybrid")
+    yield importlib.import_module
     for name in set(sys.modules) - before:
         if str(BENCHMARKS) in str(getattr(sys.modules[name], "__file__", "")):
             del sys.modules[name]
@@ -113,11 +113,41 @@ def test_the_bytes_of_kimi() -> None:
     ],
 )
 def test_the_benchmark_makes_the_published_hybrids(
-    script: ModuleType, name: str, billions: float, layers: int, few: int
+    load: Callable[[str], ModuleType], name: str, billions: float, layers: int, few: int
 ) -> None:
     """Keeps out: a round measured of a model of another size than its name says, or of which the first layers can't be made."""
+    script = load("rounds.round_hybrid")
     config = script.config_of(name, None)
     weights = sum(x.numel() for x in empty(script.family_by(script.MODELS[name]["model_type"]), config).parameters())
     assert weights / 1e9 == pytest.approx(billions, rel=0.01) and len(config.recurrent_layers) == layers
     cut = script.config_of(name, 8)
     assert cut.num_layers == 8 and len(cut.recurrent_layers) == few and cut.layer_kinds == config.layer_kinds[:8]
+
+
+def test_the_limits_of_layers_alone(load: Callable[[str], ModuleType]) -> None:
+    """One node, and a chain of six, of which three are pending.  Keeps out: the widths of one rule taken for another's; decays
+    by channel counted by head."""
+    script = load("layers.recurrent")
+    by_hand = {  # numbers of: a state, the convolution's channels, what a node leaves in float32, gates, outputs
+        "gated": (48 * 128 * 128, 10240, 16 * 128 + 48 * 128 + 48, 2 * 48, 48 * 128),
+        "kimi": (32 * 128 * 128, 12288, 3 * 32 * 128, 32 * 128 + 32, 32 * 128),
+        "mamba": (64 * 128 * 64, 6144, 8 * 128 + 64 * 64 + 64, 64, 64 * 64),
+    }
+    for name, (state, channels, left, gates, outputs) in by_hand.items():
+        rule, kept = script.RULES[name], 2 * (4 * state + 2 * 3 * channels)
+        node, leaves = 2 * (channels + gates + 2 * outputs), 4 * left + 2 * channels
+        for nodes, pending in ((1, 1), (6, 3)):
+            moved = 2 * (kept + nodes * (node + leaves) + pending * leaves)
+            assert script.limit_us(rule, 2, nodes) == pytest.approx(1e6 * moved / script.BANDWIDTH)
+        assert script.prompt_limit_us(rule, 100) == pytest.approx(1e6 * (kept + 100 * node) / script.BANDWIDTH)
+    assert {*by_hand} == {*script.RULES}
+
+
+def test_no_measured_tree_is_deeper_than_it_says(load: Callable[[str], ModuleType]) -> None:
+    """Keeps out: a tree whose deepest nodes a kernel cuts off from their root, so that less is measured than is named."""
+    script = load("layers.recurrent")
+    for nodes, (_, depth, places) in script.SHAPES.items():
+        steps, depths = script.tree_of(2, nodes, torch.device("cpu")), [0]
+        for parent in steps.parents_BN[1].tolist()[1:]:
+            depths.append(depths[parent] + 1)
+        assert max(depths) == depth == steps.max_depth < places and len(depths) == nodes
