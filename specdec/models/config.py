@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from specdec.attention.kinds import FULL, LayerKind
 from specdec.checks import distinct, store
@@ -27,7 +27,7 @@ NO_ROPE = "none"
 class RopeConfig:
     """Rotary embedding: theta, and Llama-3.1's or a linear scaling (`kind`: default | linear | llama3 | none).
 
-    kind none: positions turn nothing (NoPE); tables then hold angles of 0, so that layers and kernels need not ask.
+    kind none: positions turn nothing (NoPE); tables then hold angles of 0, for kernels that turn heads all the same.
 
     rotated: how many values of a head are turned, where not all are; 0: all.
     interleaved: whether a checkpoint's pairs lie side by side.  In memory they lie as `ops.rope.by_halves` says.
@@ -84,6 +84,14 @@ class IndexerConfig:
         return self.sources[layer] == layer
 
 
+class OutputNames(NamedTuple):
+    """What checkpoints call a layer's matrices whose columns ranks share: of attention, of an MLP, of what keeps a state."""
+
+    attention: str = "self_attn.o_proj"
+    mlp: str = "mlp.down_proj"
+    recurrent: str = "linear_attn.out_proj"
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Sizes and switches of a decoder.  Counts are in heads, layers and hidden units.
@@ -94,7 +102,6 @@ class ModelConfig:
     layer_kinds: which keys each layer reads; left out: all full.  softcap, has_sinks: whether any layer has them.
     sqrt_alibi: of layers with ALiBi, whether it counts the roots of distances.
     one_block: whether a layer is one block: attention, or one that keeps a state, or an MLP or a mixture.
-    turns_heads: whether positions turn queries and keys (RoPE); otherwise layers know no positions (NoPE).
     embedding_multiplier, logits_multiplier, logits_divisor: what embeddings and logits are multiplied with, or divided by.
     kv_source: for each layer, the layer whose keys and values it reads: its own number, or that of an earlier layer, which
         then stores its own; left out: every layer stores its own.
@@ -111,6 +118,7 @@ class ModelConfig:
     mtp_layers: layers of multi-token prediction in the checkpoint, which the target itself does not compute.
     shard: which rank's share of the model this is; the counts of heads and intermediate_size are then that share's.
     kv_copies: how many neighbouring ranks hold the same key/value heads.
+    output_names: what checkpoints call the matrices that end a layer's blocks.
     """
 
     family: str
@@ -132,7 +140,6 @@ class ModelConfig:
     norms_all_heads: bool = False
     zero_centred_norms: bool = False
     one_block: bool = False
-    turns_heads: bool = True
     embedding_multiplier: float = 1.0
     logits_multiplier: float = 1.0
     logits_divisor: float = 1.0
@@ -158,6 +165,7 @@ class ModelConfig:
     quantization: Quantization | None = None
     shard: Shard = Shard()
     kv_copies: int = 1
+    output_names: OutputNames = OutputNames()
 
     def __post_init__(self) -> None:
         if set(self.layer_kinds) <= {FULL}:  # a copy of another config may have another number of layers

@@ -198,7 +198,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.shares_kv = shares_kv
         self.num_heads, self.num_kv_heads = config.num_heads, 0 if shares_kv else config.num_kv_heads
-        self.head_dim, self.rope, self.turns = config.head_dim, config.rope, config.turns_heads
+        self.head_dim, self.rope = config.head_dim, config.rope
         self.qkv_proj = projection(config, in_features, self.num_kv_heads, self.query_rows)
         self.o_proj = Linear.row(self.num_heads * self.head_dim, config.hidden_size, config.shard, config.o_bias)
         self.qk_norm = HeadsRMSNorm(config, self.num_heads + self.num_kv_heads) if config.qk_norm else None
@@ -209,7 +209,7 @@ class SelfAttention(nn.Module):
     ) -> Tensor | Partials:
         """From x [T, in_features] to [T, H], or to [R, H] with rows_R.  The caller adds the result to the residual stream."""
         norm = self.qk_norm
-        turned = rotation if self.turns else None
+        turned = None if self.rope.kind == NO_ROPE else rotation
         prep = HeadPrep(turned, self.num_kv_heads, norm.weight if norm else None, norm.eps if norm else 0.0)
         qkv_TXD = self.project(x_TH)
         inputs = QueryInputs(qkv_TXD, prep) if self.shares_kv else HeadInputs(qkv_TXD, prep)

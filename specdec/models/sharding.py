@@ -25,9 +25,6 @@ _SHARED_DOWN = (
     *(f"mlp.{shared}.down_proj" for shared in ("shared_experts", "shared_expert", "shared_mlp")),
     *("shared_mlp.output_linear", "mixer.shared_experts.down_proj", "block_sparse_moe.shared_experts.down_proj"),
 )
-_PLAIN_DOWN = ("mlp.down_proj", "shared_mlp.output_linear", "mixer.down_proj", "feed_forward.down_proj", "feed_forward.w2")
-_ATTENTION_OUTPUTS = "self_attn.o_proj", "self_attn.out_proj", "mixer.o_proj"
-_RECURRENT_OUTPUTS = "linear_attn.out_proj", "linear_attn.o_proj", "conv.out_proj", "mamba.out_proj", "mixer.out_proj"
 
 
 class Shared(Protocol):
@@ -143,7 +140,7 @@ def _widths(config: ModelConfig) -> dict[str, tuple[int, tuple[str, ...]]]:
     """What ranks share of MLPs: what columns are, their number, and the matrices of a layer that may have them."""
     experts, widths = config.experts, dict[str, tuple[int, tuple[str, ...]]]()
     if _shares_intermediate(config):
-        widths["intermediate_size"] = config.intermediate_size, _PLAIN_DOWN
+        widths["intermediate_size"] = config.intermediate_size, (config.output_names.mlp,)
     if experts is not None and not experts.divided:
         has_one = experts.intermediate_size == config.intermediate_size  # of some families the only key
         widths["intermediate_size" if has_one else "moe_intermediate_size"] = experts.intermediate_size, _DOWN
@@ -156,9 +153,9 @@ def _broken_groups(config: ModelConfig, size: int) -> str:
     """As `misfit`, of the columns that ranks share in matrices with a scale for each group of columns."""
     if config.quantization is None or size == 1:
         return ""
-    shared = {**_widths(config), "attention outputs": (config.attention_width, _ATTENTION_OUTPUTS)}
+    shared = {**_widths(config), "attention outputs": (config.attention_width, (config.output_names.attention,))}
     if config.recurrent is not None:
-        shared["outputs of recurrent layers"] = config.recurrent.outputs, _RECURRENT_OUTPUTS
+        shared["outputs of recurrent layers"] = config.recurrent.outputs, (config.output_names.recurrent,)
     for name, (width, matrices) in shared.items():
         names = [f"model.layers.{layer}.{matrix}" for layer in range(config.num_layers) for matrix in matrices]
         if config.quantization.in_act_order(names):

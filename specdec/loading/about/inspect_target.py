@@ -114,7 +114,7 @@ def _turning(config: ModelConfig) -> dict[str, Any] | str:
     """How positions reach attention."""
     if all(kind.alibi for kind in config.key_kinds):
         return _alibi(config)
-    return _rope(config.rope) if config.turns_heads else "none: layers know no positions"
+    return _rope(config.rope)
 
 
 def _alibi(config: ModelConfig) -> str:
@@ -124,7 +124,7 @@ def _alibi(config: ModelConfig) -> str:
 def _rope(rope: RopeConfig) -> dict[str, Any] | str:
     """The type, theta, and what else is not as usual."""
     if rope.kind == NO_ROPE:
-        return "none: positions turn nothing"
+        return "none: layers know no positions"
     usual = asdict(type(rope)())
     others = {name: value for name, value in asdict(rope).items() if value != usual[name] and name not in ("kind", "theta")}
     return {"type": rope.kind, "theta": rope.theta, **others}

@@ -10,6 +10,7 @@ from typing import Any
 
 from specdec.attention.kinds import FULL, RECURRENT
 from specdec.models.checkpoints.config_values import NotComputedHere, flag, number
+from specdec.models.config import OutputNames
 from specdec.models.keys.names import with_unsaid
 from specdec.models.mamba.config import KEYS, MambaConfig, read_mamba
 from specdec.models.mixtures.keys import layer_numbers, only, read_decoder
@@ -36,5 +37,6 @@ def parse_bamba(raw: dict[str, Any], where: str) -> MambaConfig:
     own = {
         **biases, "out_bias": biases["in_bias"], "qkv_bias": biased, "o_bias": biased,
         "mlp_bias": flag(raw, "mlp_bias", where), "recurrent": recurrent, "layer_kinds": kinds,
+        "output_names": OutputNames(mlp="feed_forward.down_proj", recurrent="mamba.out_proj"),
     }  # fmt: skip
     return MambaConfig(**{**vars(base), **own})

@@ -11,6 +11,7 @@ from typing import Any
 
 from specdec.attention.kinds import LayerKind
 from specdec.models.checkpoints.config_values import flag, number, whole
+from specdec.models.config import OutputNames
 from specdec.models.keys.names import with_unsaid
 from specdec.models.mamba.config import KEYS, MambaConfig, read_mamba
 from specdec.models.mixtures.keys import only, read_decoder
@@ -71,6 +72,7 @@ def parse_falcon_h1(raw: dict[str, Any], where: str) -> FalconConfig:
         "mlp_bias": flag(raw, "mlp_bias", where), "embedding_multiplier": by_key["embedding_multiplier"],
         "logits_multiplier": by_key["lm_head_multiplier"], "multipliers": times, "recurrent": recurrent,
         "layer_kinds": (BOTH,) * base.num_layers,
+        "output_names": OutputNames(mlp="feed_forward.down_proj", recurrent="mamba.out_proj"),
         "gated_norm": form if flag(raw, "mamba_rms_norm", where) else None,
     }  # fmt: skip
     return FalconConfig(**{**vars(base), **own})

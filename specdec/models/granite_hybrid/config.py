@@ -11,6 +11,7 @@ from typing import Any
 
 from specdec.attention.kinds import FULL, RECURRENT, LayerKind
 from specdec.models.checkpoints.config_values import NotComputedHere, flag, number, text, whole
+from specdec.models.config import NO_ROPE, OutputNames, RopeConfig
 from specdec.models.keys.names import by_own_names, with_unsaid
 from specdec.models.keys.shared import check_types
 from specdec.models.mamba.config import KEYS, MambaConfig, read_mamba
@@ -47,7 +48,9 @@ def parse_granite_hybrid(raw: dict[str, Any], where: str) -> GraniteConfig:
     scale, embeddings, divisor, residual = (number(raw, key, where, 1.0) for key in _MULTIPLIERS)
     shared = whole(raw, "shared_intermediate_size", where, 1024)
     fields = {
-        **vars(base), **biases, "out_bias": biases["in_bias"], "qkv_bias": biased, "o_bias": biased, "turns_heads": turned,
+        **vars(base), **biases, "out_bias": biases["in_bias"], "qkv_bias": biased, "o_bias": biased,
+        "rope": base.rope if turned else RopeConfig(kind=NO_ROPE),
+        "output_names": OutputNames(mlp="shared_mlp.output_linear", recurrent="mamba.out_proj"),
         "embedding_multiplier": embeddings, "logits_divisor": divisor, "attention_scale": scale,
         "residual_multiplier": residual, "recurrent": recurrent, "layer_kinds": _layer_kinds(raw, base.num_layers, where),
     }  # fmt: skip

@@ -12,7 +12,7 @@ from typing import Any
 
 from specdec.attention.kinds import FULL, RECURRENT, LayerKind
 from specdec.models.checkpoints.config_values import MAX_LAYERS, NotComputedHere, flag, mapping, whole
-from specdec.models.config import NO_ROPE, RopeConfig
+from specdec.models.config import NO_ROPE, OutputNames, RopeConfig
 from specdec.models.deepseek.config import DeepseekConfig, parse_experts
 from specdec.models.keys.names import by_own_names, expect_repeated
 from specdec.models.keys.shared import MTP_COUNT, check_types, refuse_unknown, require, shared_values
@@ -86,6 +86,7 @@ def parse_kimi_linear(raw: dict[str, Any], where: str) -> DeepseekConfig:
         rope=RopeConfig(kind=NO_ROPE),
         layer_kinds=_layer_kinds(said, inner, layers, where),
         recurrent=sizes,
+        output_names=OutputNames(recurrent="self_attn.o_proj"),
         quantization=quantization_of(said, where),
         latent_rank=rank,
         q_rank=None if said.get("q_lora_rank") is None else whole(said, "q_lora_rank", where),

@@ -12,7 +12,7 @@ from typing import Any
 
 from specdec.attention.kinds import FULL, RECURRENT, LayerKind
 from specdec.models.checkpoints.config_values import NotComputedHere, flag, number, whole
-from specdec.models.config import ModelConfig
+from specdec.models.config import ModelConfig, OutputNames
 from specdec.models.keys.names import by_own_names, expect_repeated
 from specdec.models.keys.shared import check_types, refuse_unknown
 from specdec.models.mixtures.keys import TOP_K, layer_numbers, only, read_decoder, with_experts
@@ -65,6 +65,7 @@ def parse_lfm2(raw: dict[str, Any], where: str) -> Lfm2Config:
     config = replace(
         config, qk_norm=True, recurrent=RecurrentConfig(taps, width=config.hidden_size),
         layer_kinds=_layer_kinds(said, config.num_layers, where),
+        output_names=OutputNames("self_attn.out_proj", "feed_forward.w2", "conv.out_proj"),
     )  # fmt: skip
     if not is_dense:
         config = _with_experts(config, said, where)

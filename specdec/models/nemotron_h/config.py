@@ -13,6 +13,7 @@ from typing import Any
 
 from specdec.attention.kinds import FULL, RECURRENT, LayerKind
 from specdec.models.checkpoints.config_values import MAX_LAYERS, NotComputedHere, dtype_name, flag, number, text, whole
+from specdec.models.config import NO_ROPE, OutputNames, RopeConfig
 from specdec.models.keys.names import by_own_names, expect_repeated, with_unsaid
 from specdec.models.keys.shared import MTP_COUNT
 from specdec.models.mamba.config import LIMIT, MambaConfig, refuse_limits, sizes_of
@@ -72,7 +73,8 @@ def parse_nemotron_h(raw: dict[str, Any], where: str) -> MambaConfig:
     biased = flag(raw, "use_bias", where)
     quantization = base.quantization and replace(base.quantization, inside="backbone.")
     own = {
-        "quantization": quantization, "turns_heads": False, "one_block": True, "recurrent": _recurrent(raw, where),
+        "quantization": quantization, "rope": RopeConfig(kind=NO_ROPE), "one_block": True, "recurrent": _recurrent(raw, where),
+        "output_names": OutputNames("mixer.o_proj", "mixer.down_proj", "mixer.out_proj"),
         "layer_kinds": tuple(map(_kind_of, types)), "conv_bias": flag(raw, "use_conv_bias", where, True), "in_bias": biased,
         "out_bias": biased, "mtp_layers": whole(raw, MTP_COUNT, where, 0, least=0, most=MAX_LAYERS),
     }  # fmt: skip

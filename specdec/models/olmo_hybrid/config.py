@@ -12,7 +12,7 @@ from typing import Any
 
 from specdec.attention.kinds import FULL, RECURRENT, LayerKind
 from specdec.models.checkpoints.config_values import NotComputedHere, flag, mapping, number, whole
-from specdec.models.config import NO_ROPE, ModelConfig, RopeConfig
+from specdec.models.config import NO_ROPE, ModelConfig, OutputNames, RopeConfig
 from specdec.models.keys.shared import check_types
 from specdec.models.mixtures.keys import read_decoder
 from specdec.models.recurrent.sizes import RecurrentConfig, RuleSizes
@@ -46,6 +46,7 @@ def parse_olmo_hybrid(raw: dict[str, Any], where: str) -> OlmoHybridConfig:
     config = replace(
         config, qkv_bias=biased, o_bias=biased, norms_all_heads=True, layer_kinds=_layer_kinds(said, config.num_layers, where),
         recurrent=_recurrent(said, config, where), rope=config.rope if turns else RopeConfig(kind=NO_ROPE),
+        output_names=OutputNames(recurrent="linear_attn.o_proj"),
     )  # fmt: skip
     own = {each.name: getattr(config, each.name) for each in fields(ModelConfig)}
     return OlmoHybridConfig(**own, strongest=2.0 if flag(said, "linear_allow_neg_eigval", where, True) else 1.0)

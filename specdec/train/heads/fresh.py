@@ -19,7 +19,7 @@ from specdec.draft.formats.spec import KINDS, BlockSpec, HeadSpec, MarkovKind
 from specdec.draft.head import DraftHead
 from specdec.models.causal_lm import CausalLM
 from specdec.models.checkpoints.loader import build
-from specdec.models.config import ModelConfig
+from specdec.models.config import NO_ROPE, ModelConfig, OutputNames, RopeConfig
 from specdec.models.layers import Embedding, HeadsRMSNorm, RMSNorm, SelfAttention
 from specdec.models.linear import Linear
 from specdec.models.target import Target
@@ -69,11 +69,12 @@ def spec_of(config: ModelConfig, aux_layers: tuple[int, ...], vocab: int, run: H
     scaled to a longer context name the original one themselves, so that their angles do not depend on it.
     """
     over_blocks = not KINDS[run.kind].reads_pairs
+    rope = RopeConfig() if config.rope.kind == NO_ROPE else config.rope.of_whole_heads
     shape = replace(
         config, num_layers=run.layers, layer_kinds=(), kv_source=(), tie_embeddings=False, qk_norm=over_blocks, qkv_bias=False,
         o_bias=False, mlp_bias=False, quantization=None, intermediate_size=run.intermediate_size or config.intermediate_size,
-        max_position=run.width, experts=None, has_experts=False, rope=config.rope.of_whole_heads,
-        one_block=False, turns_heads=True, embedding_multiplier=1.0, logits_multiplier=1.0, logits_divisor=1.0,
+        max_position=run.width, experts=None, has_experts=False, rope=rope,
+        one_block=False, output_names=OutputNames(), embedding_multiplier=1.0, logits_multiplier=1.0, logits_divisor=1.0,
     )  # fmt: skip
     spec = HeadSpec(shape, run.kind, tuple(sorted(aux_layers)), config.hidden_size, vocab)
     if run.kind == "eagle3":

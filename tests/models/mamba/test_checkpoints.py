@@ -11,36 +11,15 @@ from safetensors.torch import load_file, save_file
 from toolkit.checkpoints.plans import plan_memory
 from toolkit.oracles.quantised import SCHEMES, as_quantised
 from toolkit.parallel.decoders import with_ranks
+from toolkit.recurrent.checks import CPU, expect_refused, held, load, logits
 from toolkit.recurrent.mamba_targets import tiny_mamba
 
 from specdec import SamplingParams, SpecDecoder
-from specdec.attention.eager.dense import DenseAttention
 from specdec.loading.about.inspect_target import target_facts
 from specdec.loading.load import check_pair
-from specdec.models.causal_lm import CausalLM
 from specdec.models.checkpoints.frame import load_family
-from specdec.models.registry import check_chosen, choose_target, load_chosen
 from specdec.options import EngineOptions
 from specdec.parallel.shard import Shard
-
-CPU = torch.device("cpu")
-
-
-def load(folder: Path, quantize: str = "none", dtype: torch.dtype = torch.float32) -> CausalLM:
-    model = load_chosen(choose_target(folder, "native", quantize), folder, 64, CPU, dtype, False)
-    assert isinstance(model, CausalLM)
-    return model
-
-
-@torch.inference_mode()
-def logits(model: CausalLM, tokens: int = 7) -> torch.Tensor:
-    ids = torch.randint(0, 40, (tokens,), generator=torch.Generator().manual_seed(tokens))
-    return model.logits(model(ids, torch.arange(tokens), DenseAttention(model.config.layer_kinds)).hidden_TH)
-
-
-def held(model: CausalLM) -> int:
-    return sum(x.nbytes for x in (*model.parameters(), *model.buffers())) - model.rotary.table.nbytes
-
 
 GRANITE: dict[str, Any] = dict(
     hidden_size=64, mamba_d_head=32, shared_intermediate_size=64, num_hidden_layers=2, layer_types=["mamba", "attention"]
@@ -171,13 +150,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_what_is_not_computed_is_refused(
     folders: dict[str, Path], tmp_path: Path, family: str, keys: dict[str, Any], said: str
 ) -> None:
-    """By `auto` too: transformers' code can't run such layers here."""
-    (tmp_path / "model.safetensors").symlink_to(folders[family] / "model.safetensors")
-    raw = json.loads((folders[family] / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**raw, **keys}))
-    for backend in ("native", "auto"):
-        with pytest.raises(ValueError, match=said):
-            check_chosen(choose_target(tmp_path, backend), tmp_path)
+    expect_refused(folders[family], tmp_path, keys, said)
 
 
 def test_tensors_are_strict_and_ranks_that_do_not_fit_are_named(folders: dict[str, Path], tmp_path: Path) -> None:

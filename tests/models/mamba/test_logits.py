@@ -8,15 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from toolkit.checkpoints.load import load_target
+from toolkit.recurrent.checks import expect_equal_logits
 from toolkit.recurrent.mamba_targets import FAMILIES, mamba_model
 
-from specdec.attention.eager.dense import DenseAttention
-from specdec.models.causal_lm import CausalLM
-from specdec.models.registry import choose_target
-
-IDS = torch.randint(40, (2, 21), generator=torch.Generator().manual_seed(5))
 # name: (target, what differs from the toolkit's)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, {}) for family in FAMILIES},
@@ -58,24 +52,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def our_logits(model: CausalLM) -> torch.Tensor:
-    rows, tokens = IDS.shape
-    positions = torch.arange(tokens).repeat(rows)
-    attention = DenseAttention(model.config.layer_kinds, rows, kv_layers=model.config.kv_source)
-    return model.logits(model(IDS.flatten(), positions, attention).hidden_TH).unflatten(0, (rows, tokens))
-
-
-def load(folder: Path, dtype: torch.dtype = torch.float32) -> CausalLM:
-    return load_target(folder, choose_target(folder, "native").config, 64, torch.device("cpu"), dtype)
-
-
 @pytest.mark.parametrize("name", CASES)
-@torch.inference_mode()
 def test_logits_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     family, changes = CASES[name]
-    hf = mamba_model(family, seed=7, **changes)
-    hf.save_pretrained(tmp_path)
-    want = hf(IDS, use_cache=False).logits
-    got = our_logits(load(tmp_path))
-    assert float(want.std()) > 0.1
-    torch.testing.assert_close(got, want, atol=2e-5 * float(want.abs().max()), rtol=1e-5)
+    expect_equal_logits(mamba_model(family, seed=7, **changes), tmp_path)

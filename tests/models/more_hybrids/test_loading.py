@@ -11,39 +11,17 @@ from safetensors.torch import load_file, save_file
 from toolkit.checkpoints.plans import plan_memory
 from toolkit.oracles.quantised import SCHEMES, as_quantised
 from toolkit.parallel.decoders import with_ranks
+from toolkit.recurrent.checks import CPU, expect_refused, held, load, logits
 from toolkit.recurrent.more_targets import MORE, save_more
 
 from specdec import SamplingParams, SpecDecoder
-from specdec.attention.eager.dense import DenseAttention
 from specdec.loading.about.inspect_target import target_facts
 from specdec.loading.load import check_pair
-from specdec.models.causal_lm import CausalLM
 from specdec.models.checkpoints.frame import load_family
 from specdec.models.linear import Linear
-from specdec.models.registry import check_chosen, choose_target, load_chosen
+from specdec.models.registry import check_chosen, choose_target
 from specdec.options import EngineOptions
 from specdec.parallel.shard import Shard
-
-CPU = torch.device("cpu")
-
-
-def load(folder: Path, quantize: str = "none", dtype: torch.dtype = torch.float32) -> CausalLM:
-    model = load_chosen(choose_target(folder, "native", quantize), folder, 64, CPU, dtype, False)
-    assert isinstance(model, CausalLM)
-    return model
-
-
-@torch.inference_mode()
-def logits(model: CausalLM, tokens: int = 7) -> torch.Tensor:
-    ids = torch.randint(0, 40, (tokens,), generator=torch.Generator().manual_seed(tokens))
-    return model.logits(model(ids, torch.arange(tokens), DenseAttention(model.config.layer_kinds)).hidden_TH)
-
-
-def held(model: CausalLM) -> int:
-    shared = {model.embed_tokens.weight.data_ptr()} if model.config.tie_embeddings else set()  # by a tied head
-    own = [x for x in (*model.parameters(), *model.buffers()) if x.untyped_storage().data_ptr() not in shared]
-    return sum(x.nbytes for x in own) + len(shared) * model.embed_tokens.weight.nbytes - model.rotary.table.nbytes
-
 
 SIZES: dict[str, dict[str, Any]] = {  # widths of whole groups, in two layers
     "lfm2": dict(hidden_size=64, block_ff_dim=64, block_auto_adjust_ff_dim=False, num_hidden_layers=2),
@@ -141,7 +119,7 @@ def test_no_rope_where_a_file_names_none(tmp_path: Path) -> None:
     for rope in (raw["rope_parameters"], None, {}, {"rope_type": "default"}):
         (folder / "config.json").write_text(json.dumps({**raw, "rope_parameters": rope}))
         found.append(target_facts(folder)["target"]["rope"])
-    assert found == ["none: positions turn nothing"] * 4
+    assert found == ["none: layers know no positions"] * 4
 
 
 @pytest.mark.parametrize("family", MORE)
@@ -212,12 +190,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_what_is_not_computed_is_refused(
     folders: dict[str, Path], tmp_path: Path, family: str, keys: dict[str, Any], said: str
 ) -> None:
-    (tmp_path / "model.safetensors").symlink_to(folders[family] / "model.safetensors")
-    raw = json.loads((folders[family] / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**raw, **keys}))
-    for backend in ("native", "auto"):
-        with pytest.raises(ValueError, match=said):
-            check_chosen(choose_target(tmp_path, backend), tmp_path)
+    expect_refused(folders[family], tmp_path, keys, said)
 
 
 @pytest.mark.parametrize("family", MORE)

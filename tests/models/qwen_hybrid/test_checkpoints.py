@@ -13,38 +13,19 @@ from toolkit.checkpoints.mixtures import fuse
 from toolkit.checkpoints.plans import plan_memory
 from toolkit.oracles.quantised import SCHEMES, as_quantised
 from toolkit.parallel.decoders import with_ranks
+from toolkit.recurrent.checks import CPU, expect_refused, held, load, logits
 from toolkit.recurrent.targets import COMMON, DENSE, tiny_hybrid
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm
 
 from specdec import SamplingParams, SpecDecoder
-from specdec.attention.eager.dense import DenseAttention
 from specdec.loading.about.inspect_target import target_facts
 from specdec.loading.load import check_pair
-from specdec.models.causal_lm import CausalLM
 from specdec.models.checkpoints.frame import load_family
 from specdec.models.layers import SelfAttention
-from specdec.models.registry import check_chosen, choose_target, load_chosen
+from specdec.models.registry import check_chosen, choose_target
 from specdec.ops.rope import HeadPrep
 from specdec.options import EngineOptions
 from specdec.parallel.shard import Shard
-
-CPU = torch.device("cpu")
-
-
-def load(folder: Path, quantize: str = "none", dtype: torch.dtype = torch.float32) -> CausalLM:
-    model = load_chosen(choose_target(folder, "native", quantize), folder, 64, CPU, dtype, False)
-    assert isinstance(model, CausalLM)
-    return model
-
-
-@torch.inference_mode()
-def logits(model: CausalLM, tokens: int = 7) -> torch.Tensor:
-    ids = torch.randint(0, 40, (tokens,), generator=torch.Generator().manual_seed(tokens))
-    return model.logits(model(ids, torch.arange(tokens), DenseAttention(model.config.layer_kinds)).hidden_TH)
-
-
-def held(model: CausalLM) -> int:
-    return sum(x.nbytes for x in (*model.parameters(), *model.buffers())) - model.rotary.table.nbytes
 
 
 @torch.inference_mode()
@@ -211,13 +192,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_what_is_not_computed_is_refused(
     folders: dict[str, Path], tmp_path: Path, family: str, keys: dict[str, Any], said: str
 ) -> None:
-    """By `auto` too: transformers' code can't run such layers here."""
-    (tmp_path / "model.safetensors").symlink_to(folders[family] / "model.safetensors")
-    raw = json.loads((folders[family] / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**raw, **keys}))
-    for backend in ("native", "auto"):
-        with pytest.raises(ValueError, match=said):
-            check_chosen(choose_target(tmp_path, backend), tmp_path)
+    expect_refused(folders[family], tmp_path, keys, said)
 
 
 def test_tensors_are_strict_and_ranks_that_do_not_fit_are_named(folders: dict[str, Path], tmp_path: Path) -> None:
