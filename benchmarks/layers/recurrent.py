@@ -130,7 +130,7 @@ def measure_tree(rule: MeasuredRule, B: int, N: int, every: bool, device: torch.
         "rule": time_calls(lambda call: of(y, call)),
         "norm": time_calls(lambda _: rule.norm(out, world.z, world.norm)),
     }  # fmt: skip
-    tried = {}
+    tried: dict[str, Any] = {}
     for tiles in rule.tried_tiles(y, memory, N) if every else ():
         with suppress(OutOfResources):
             tried[str(tuple(tiles))] = time_calls(lambda call: of(y, call, tiles))  # noqa: B023
@@ -182,7 +182,7 @@ def measure_prompt(rule: MeasuredRule, every: bool, tokens: int = PROMPT, device
         "norm": time_calls(lambda _: rule.norm(out, world.z, world.norm)),
     } | measure_rule(rule, world, y, own)  # fmt: skip
     row |= {f"rule of {few}": measure_rule(rule, world, y[:few], own)["rule"] for few in (1, 64, 512)}
-    tried = {}
+    tried: dict[str, Any] = {}
     for tiles in rule.chunk_tiles if every else ():
         with suppress(OutOfResources):
             tried[str(tuple(tiles))] = measure_rule(rule, world, y, tiles)

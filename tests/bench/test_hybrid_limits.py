@@ -151,3 +151,13 @@ def test_no_measured_tree_is_deeper_than_it_says(load: Callable[[str], ModuleTyp
         for parent in steps.parents_BN[1].tolist()[1:]:
             depths.append(depths[parent] + 1)
         assert max(depths) == depth == steps.max_depth < places and len(depths) == nodes
+
+
+def test_a_verify_is_compared_with_a_step_of_as_many_rows(load: Callable[[str], ModuleType]) -> None:
+    """Keeps out: a verify beside the step of other rows, or beside what was not traced."""
+    ratio = load("rounds.round_hybrid").verify_ratio
+    rows = [{"spec": "plain", "batch": batch, "gpu_ms": ms} for batch, ms in ((1, 2.0), (8, 5.0))]
+    rows += [{"spec": "plain", "batch": 32}, {"spec": "5,1,6", "batch": 1, "gpu_ms": 9.0, "phases_ms": {"verify": 3.0}}]
+    tree = {"spec": "5,8,32", "phases_ms": {"verify": 4.0, "draft": 1.0}}
+    assert [ratio(tree | {"batch": batch}, rows) for batch in (1, 8, 32)] == [2.0, 0.8, None]
+    assert ratio({"spec": "5,8,32", "batch": 1}, rows) is None
