@@ -120,11 +120,13 @@ def random_pair(
     group: Group = ALONE,
     make_layer: MakeLayer = decoder_layer,
     no_experts: bool = False,
+    head_layer: ModelConfig | None = None,
 ) -> tuple[CausalLM, EagleHead]:
     """Both models with normal weights, made on the GPU.  The head has the real one's shape, over those layers' outputs.
 
     group: the ranks of which each makes a share of both.  make_layer: of a target that is no Llama.
     no_experts: whether the experts' matrices take no memory yet, because the caller stores them in fewer bits.
+    head_layer: the head's layer; left out: one like the target's, without experts.
     """
     shard, vocab = Shard(group.rank, group.size), min(DRAFT_VOCAB, target.vocab_size)
     model = build(lambda: CausalLM(share_of(target, shard), max_positions, make_layer), device, torch.bfloat16, no_experts)
@@ -132,7 +134,8 @@ def random_pair(
         if isinstance(matrix, Linear):
             for part in matrix.parts.sizes:
                 matrix.tensors(part)  # takes its memory
-    layer = share_of(replace(target, num_layers=1, layer_kinds=(), kv_source=(), experts=None), shard)
+    layer = head_layer or replace(target, num_layers=1, layer_kinds=(), kv_source=(), experts=None)
+    layer = share_of(layer, shard)
     shape = HeadSpec(layer, "eagle3", aux_layers, target.hidden_size, vocab)
     head = build(lambda: Eagle3Head(shape, max_positions), device, torch.bfloat16)
     head.embed_tokens = model.embed_tokens

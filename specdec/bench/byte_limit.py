@@ -25,6 +25,7 @@ from specdec.models.kv import kv_read_bytes
 from specdec.models.linear import Linear
 from specdec.models.mixtures.counter import expert_bytes, experts_of, mixtures_of, stored_experts
 from specdec.models.mixtures.router import Router
+from specdec.models.recurrent.layer import RecurrentLayer
 from specdec.models.target import Target
 from specdec.ops.cuda_graph import on_device
 
@@ -118,6 +119,8 @@ def _weights(module: Target | DraftModel, rows: int) -> int:
     """
     tensors: dict[int, Tensor] = {tensor.data_ptr(): tensor for tensor in module.parameters()}
     tensors |= {part.weight.data_ptr(): part.weight for part in module.modules() if isinstance(part, Router)}  # or a buffer
+    recurrent = (part for part in module.modules() if isinstance(part, RecurrentLayer))  # whose decays' weights are buffers
+    tensors |= {buffer.data_ptr(): buffer for part in recurrent for buffer in part.buffers()}
     for mixture in mixtures_of(module):
         for tensor in stored_experts(mixture):
             tensors.pop(tensor.data_ptr(), None)
