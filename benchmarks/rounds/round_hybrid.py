@@ -44,7 +44,6 @@ from specdec.models.layers import HeadsRMSNorm, RMSNorm
 from specdec.models.linear import Linear
 from specdec.models.mamba.mixer import Mamba2
 from specdec.models.qwen_hybrid.modules import GatedDeltaNet
-from specdec.models.recurrent.layer import RecurrentLayer
 from specdec.models.registry import family_of
 from specdec.models.sharding import join
 from specdec.parallel.group import ALONE
@@ -150,7 +149,7 @@ def fill_hybrid(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, RMSNorm | HeadsRMSNorm) and module.zero_centred:
             module.weight = nn.Buffer(torch.ones_like(module.weight, dtype=torch.float32))
-        if isinstance(module, RecurrentLayer):
+        if isinstance(module, GatedDeltaNet | Mamba2 | KimiDeltaAttention):
             for name, buffer in module.named_buffers(recurse=False):  # which were cast when the model was made
                 setattr(module, name, nn.Buffer(torch.empty_like(buffer, dtype=torch.float32)))
         if isinstance(module, GatedDeltaNet):

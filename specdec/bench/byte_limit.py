@@ -25,7 +25,7 @@ from specdec.models.kv import kv_read_bytes
 from specdec.models.linear import Linear
 from specdec.models.mixtures.counter import expert_bytes, experts_of, mixtures_of, stored_experts
 from specdec.models.mixtures.router import Router
-from specdec.models.recurrent.layer import RecurrentLayer
+from specdec.models.recurrent.sizes import RuleSizes
 from specdec.models.target import Target
 from specdec.ops.cuda_graph import on_device
 
@@ -119,7 +119,8 @@ def _weights(module: Target | DraftModel, rows: int) -> int:
     """
     tensors: dict[int, Tensor] = {tensor.data_ptr(): tensor for tensor in module.parameters()}
     tensors |= {part.weight.data_ptr(): part.weight for part in module.modules() if isinstance(part, Router)}  # or a buffer
-    recurrent = (part for part in module.modules() if isinstance(part, RecurrentLayer))  # whose decays' weights are buffers
+    # Recurrent layers, whose decays' weights are buffers.
+    recurrent = (part for part in module.modules() if isinstance(getattr(part, "sizes", None), RuleSizes))
     tensors |= {buffer.data_ptr(): buffer for part in recurrent for buffer in part.buffers()}
     for mixture in mixtures_of(module):
         for tensor in stored_experts(mixture):

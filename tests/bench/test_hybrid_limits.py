@@ -17,8 +17,9 @@ from specdec.config import SpecConfig
 from specdec.models.causal_lm import CausalLM
 from specdec.models.checkpoints.frame import empty
 from specdec.models.checkpoints.loader import build
+from specdec.models.kimi_linear.modules import KimiDeltaAttention
+from specdec.models.mamba.mixer import Mamba2
 from specdec.models.mixtures.counter import mixtures_of
-from specdec.models.recurrent.layer import RecurrentLayer
 from specdec.models.registry import family_of
 
 BENCHMARKS = ROOT / "benchmarks"
@@ -58,7 +59,7 @@ def made(raw: dict[str, Any]) -> CausalLM:
     config = family.parse(raw, "here")
     model = build(lambda: CausalLM(config, 64, family.layer), torch.device("cpu"), torch.bfloat16)
     for part in model.modules():
-        for name, buffer in part.named_buffers(recurse=False) if isinstance(part, RecurrentLayer) else ():
+        for name, buffer in part.named_buffers(recurse=False) if isinstance(part, Mamba2 | KimiDeltaAttention) else ():
             part.register_buffer(name, buffer.float())  # as their loaders do
     return model
 
