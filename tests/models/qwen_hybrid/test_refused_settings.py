@@ -24,6 +24,11 @@ FITS = RecurrentConfig(4, RULE)
         (RecurrentConfig(4, replace(RULE, value_width=48)), {}, "value heads of 48"),
         (FITS, {"dtype": torch.float64, "cuda_graphs": "round"}, "nearest setting that works: cuda_graphs=False"),
         (FITS, {"spec": SpecConfig(8, 8, 200)}, "at most 128 .* got 200; nearest setting that works: 128"),
+        (
+            RecurrentConfig(4, replace(RULE, by_channel=True)),
+            {"spec": SpecConfig(8, 8, 65)},
+            "at most 64 .* got 65; nearest setting that works: 64",
+        ),
     ],
 )
 def test_what_no_kernel_takes_is_refused(zoo: Zoo, sizes: RecurrentConfig, changes: dict[str, object], said: str) -> None:
