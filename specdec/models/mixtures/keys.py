@@ -42,6 +42,9 @@ def read_decoder(
     require(raw, _REQUIRED, where)
     hidden, heads, kv_heads, vocab_size = (whole(raw, key, where) for key in _REQUIRED if key != "num_hidden_layers")
     check_heads(heads, kv_heads, where)
+    if raw.get("head_dim") is None and head_dim is None and (hidden < heads or hidden // heads % 2):
+        expected = "hidden_size / num_attention_heads must be an even number where head_dim is absent"
+        raise ValueError(f"{where}: {expected}, got {hidden} / {heads}")
     width = whole(raw, "head_dim", where, hidden // heads if head_dim is None else head_dim)
     if width % 2:
         raise ValueError(f"{where}: head_dim must be even for rotary embeddings, got {width}")
@@ -117,5 +120,6 @@ def dense_by_types(raw: dict[str, Any], key: str, layers: int, where: str, unsai
 def only(raw: dict[str, Any], where: str, **allowed: Any) -> None:
     """ValueError for a key that says anything but what is computed, or null."""
     for key, value in allowed.items():
-        if raw.get(key) not in (None, value):
+        said = raw.get(key)
+        if said is not None and (said != value or isinstance(said, bool) != isinstance(value, bool)):  # 0 == False
             raise NotComputedHere(f"{where}: {key} must be {value!r}, got {raw[key]!r}; nearest thing that works: no {key}")

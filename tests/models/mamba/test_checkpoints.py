@@ -139,6 +139,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("falcon_h1", {"mamba_rms_norm": True}, "'model.layers.0.mamba.norm.weight' is missing"),
     ("falcon_h1", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_parameters and rope_scaling must"),
     ("nemotron_h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act must be 'relu2', got 'silu'"),
+    ("nemotron_h", {"attention_bias": 0}, "attention_bias must be False, got 0"),
+    ("bamba", {"num_attention_heads": 32}, "hidden_size / num_attention_heads must be an even number .* got 32 / 32"),
     ("nemotron_h", {"attention_bias": True}, "attention_bias must be False, got True"),
     ("nemotron_h", {"tie_word_embeddings": True}, "tie_word_embeddings must be False, got True"),
     ("nemotron_h", {"n_shared_experts": 2}, "n_shared_experts must be 1, got 2"),
