@@ -16,11 +16,11 @@ from specdec.models.deepseek.modules import LatentAttention
 from specdec.models.linear import Linear
 from specdec.models.making import made_now, new_weight
 from specdec.models.mixtures.layer import mlp_of
-from specdec.models.recurrent.kimi_delta import KimiDeltaInputs
+from specdec.models.recurrent.inputs import RuleLayerInputs
 from specdec.ops.products.partials import Partials
 from specdec.ops.recurrent.conv import Convolution
 from specdec.ops.recurrent.gates.gated_norm import KIMI, gated_norm
-from specdec.ops.recurrent.kimi_delta import KimiGates
+from specdec.ops.recurrent.kimi_delta import KIMI_DELTA, KimiGates
 from specdec.ops.rope import Rotation
 from specdec.ops.rows import select_rows
 
@@ -61,7 +61,7 @@ class KimiDeltaAttention(nn.Module):
         x_TX, short_TE, gates_TW = self.in_proj(x_TH).tensor_split((channels, channels + E), dim=1)
         b_TH, a_TE = (gates_TW if self.gates_proj is None else self.gates_proj(x_TH)).tensor_split((H,), dim=1)
         gates = KimiGates(self.f_b_proj(a_TE), b_TH, self.A_log_H, self.dt_bias_C)
-        out_RHE = attn(layer, KimiDeltaInputs(x_TX, Convolution(self.conv_ZC), gates), rows_R)
+        out_RHE = attn(layer, RuleLayerInputs(x_TX, Convolution(self.conv_ZC), KIMI_DELTA, gates, self.sizes), rows_R)
         z_RC = self.g_b_proj(short_TE if rows_R is None else select_rows(short_TE, rows_R))
         normed_RHE = gated_norm(out_RHE, z_RC.unflatten(1, (H, E)), self.norm_E, self.eps, KIMI)
         return self.o_proj(normed_RHE.flatten(1), partials=True)

@@ -14,7 +14,7 @@ from specdec.models.lfm2.config import Lfm2Config
 from specdec.models.linear import Linear
 from specdec.models.making import new_weight
 from specdec.models.mixtures.layer import mlp_of
-from specdec.models.recurrent.short_convolution import ShortConvolutionInputs
+from specdec.models.recurrent.inputs import RecurrentInputs
 from specdec.ops.products.partials import Partials
 from specdec.ops.recurrent.conv import Convolution
 from specdec.ops.rope import Rotation
@@ -43,7 +43,7 @@ class ShortConvolution(nn.Module):
         """As of SelfAttention.  Nothing turns with positions."""
         b_TC, c_TC, x_TC = self.in_proj(x_TH).chunk(3, dim=1)
         conv = Convolution(self.conv_ZC, self.bias_C, silu=False)
-        out_RC = attn(layer, ShortConvolutionInputs(b_TC * x_TC, conv), rows_R)
+        out_RC = attn(layer, RecurrentInputs(b_TC * x_TC, conv), rows_R)
         c_RC = c_TC if rows_R is None else select_rows(c_TC, rows_R)
         return self.out_proj(c_RC * out_RC, partials=True)
 

@@ -16,12 +16,12 @@ from specdec.attention.inputs import AttentionFn
 from specdec.models.linear import Linear
 from specdec.models.making import made_now, new_weight
 from specdec.models.mamba.config import MambaConfig
-from specdec.models.recurrent.ssd import SsdInputs
+from specdec.models.recurrent.inputs import RuleLayerInputs
 from specdec.ops.products.partials import Partials
 from specdec.ops.recurrent.conv import Convolution
 from specdec.ops.recurrent.gates.gated_norm import gated_norm
 from specdec.ops.recurrent.gates.output_gate import gated_output
-from specdec.ops.recurrent.ssd import SsdGates
+from specdec.ops.recurrent.ssd import SSD, SsdGates
 from specdec.ops.rope import Rotation
 from specdec.ops.rows import select_rows
 
@@ -55,7 +55,7 @@ class Mamba2(nn.Module):
         x_TC, z_TY, dt_TV = self.project(x_TH).tensor_split((C, C + Y), dim=1)
         gates = SsdGates(dt_TV, self.A_log_V, self.dt_bias_V, self.D_V)
         conv = Convolution(self.conv_ZC, self.conv_bias_C)
-        out_RVE = attn(layer, SsdInputs(x_TC, conv, gates, self.sizes), rows_R)
+        out_RVE = attn(layer, RuleLayerInputs(x_TC, conv, SSD, gates, self.sizes), rows_R)
         if self.gated_norm is None:
             z_TVE = z_TY.unflatten(1, out_RVE.shape[1:])
             return self.out_proj(gated_output(out_RVE, z_TVE, rows_R, silu=True), partials=True)

@@ -20,10 +20,10 @@ from specdec.models.linear import Linear
 from specdec.models.making import made_now, new_weight
 from specdec.models.mixtures.layer import mlp_of
 from specdec.models.qwen_hybrid.config import NEXT
-from specdec.models.recurrent.gated_delta import GatedDeltaInputs
+from specdec.models.recurrent.inputs import RuleLayerInputs
 from specdec.ops.products.partials import Partials
 from specdec.ops.recurrent.conv import Convolution
-from specdec.ops.recurrent.gated_delta import Gates
+from specdec.ops.recurrent.gated_delta import GATED_DELTA, Gates
 from specdec.ops.recurrent.gates.gated_norm import gated_norm
 from specdec.ops.recurrent.gates.output_gate import gated_output
 from specdec.ops.rope import HeadPrep, Rotation
@@ -84,7 +84,7 @@ class GatedDeltaNet(nn.Module):
         x_TC, z_TY, gates_TW = self.in_proj(x_TH).tensor_split((C, C + V * E), dim=1)
         b_TV, a_TV = (gates_TW if self.gates_proj is None else self.gates_proj(x_TH)).chunk(2, dim=1)
         gates = Gates(a_TV, b_TV, self.A_log_V, self.dt_bias_V)
-        out_RVE = attn(layer, GatedDeltaInputs(x_TC, Convolution(self.conv_ZC), gates, self.sizes), rows_R)
+        out_RVE = attn(layer, RuleLayerInputs(x_TC, Convolution(self.conv_ZC), GATED_DELTA, gates, self.sizes), rows_R)
         z_RY = z_TY if rows_R is None else select_rows(z_TY, rows_R)
         normed_RVE = gated_norm(out_RVE, z_RY.unflatten(1, (V, E)), self.norm_E, self.eps)
         return self.out_proj(normed_RVE.flatten(1), partials=True)

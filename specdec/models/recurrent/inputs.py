@@ -1,15 +1,15 @@
 """What one recurrent layer hands to a pass, and the pass of a target that has such layers beside attention.
 
 A layer calls the pass as attention layers do, with inputs of its own; so a model's code is one for both, and for training.
-Each rule has inputs of its own, in a module beside this one, which knows no rule.
+This module knows no rule: a layer says which one comes after its convolution.
 
 Shapes: as of ops/recurrent/states.py.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,13 +17,18 @@ from torch import Tensor
 from specdec.attention.inputs import AttentionFn, DenseHeads, LayerCall, LayerInputs
 from specdec.attention.kinds import PLAIN, Scoring
 from specdec.models.recurrent.pool import StatePool
+from specdec.models.recurrent.sizes import RuleSizes
 from specdec.ops.recurrent.conv import Convolution, chunk_convolution, convolved, tree_convolution
-from specdec.ops.recurrent.states import ChunkSteps, LayerStates, RuleStates, TreeSteps
+from specdec.ops.recurrent.rule import RecurrentRule
+from specdec.ops.recurrent.states import ChunkSteps, LayerStates, TreeSteps
 
 
 @dataclass
 class RecurrentInputs(LayerInputs):
-    """What the projections made of the pass's tokens.  x_TC: what the convolution reads.  conv: its weights."""
+    """What the projections made of the pass's tokens.  Without a rule the convolution's outputs are the layer's, [T, C].
+
+    x_TC: what the convolution reads: queries, keys and values, if there is a rule.  conv: its weights.
+    """
 
     x_TC: Tensor
     conv: Convolution
@@ -31,30 +36,50 @@ class RecurrentInputs(LayerInputs):
     def by_states(self, layer: LayerStates, steps: TreeSteps | ChunkSteps) -> Tensor:
         """The outputs of all tokens, [T, ..].  The layer's states go on by what is pending, and by the parts of prompts."""
         if isinstance(steps, TreeSteps):
-            return self.over_trees(tree_convolution(self.x_TC, self.conv, layer.conv, steps), layer.rule, steps)
-        return self.over_parts(chunk_convolution(self.x_TC, self.conv, layer.conv, steps), layer.rule, steps)
+            return self.over_trees(tree_convolution(self.x_TC, self.conv, layer.conv, steps), layer, steps)
+        return self.over_parts(chunk_convolution(self.x_TC, self.conv, layer.conv, steps), layer, steps)
 
     def whole_rows(self, rows: int) -> Tensor:
         x_BNC = F.pad(self.x_TC.view(rows, -1, self.x_TC.shape[1]), (0, 0, self.conv.weight_ZC.shape[0] - 1, 0))
         return self.over_rows(convolved(x_BNC, self.conv)).flatten(0, 1)
 
-    @abstractmethod
-    def over_trees(self, y_TC: Tensor, memory: RuleStates | None, steps: TreeSteps) -> Tensor:
-        """The outputs of trees' nodes, [T, ..].  y_TC: what the convolution made.  memory: None if the layer keeps no more."""
+    def over_trees(self, y_TC: Tensor, layer: LayerStates, steps: TreeSteps) -> Tensor:
+        """The outputs of trees' nodes.  y_TC: what the convolution made."""
+        return y_TC
 
-    @abstractmethod
-    def over_parts(self, y_TC: Tensor, memory: RuleStates | None, steps: ChunkSteps) -> Tensor:
-        """The outputs of parts of prompts, [T, ..]."""
+    def over_parts(self, y_TC: Tensor, layer: LayerStates, steps: ChunkSteps) -> Tensor:
+        """The outputs of parts of prompts."""
+        return y_TC
 
-    @abstractmethod
     def over_rows(self, y_BNC: Tensor) -> Tensor:
-        """The outputs of whole rows, [B, N, ..], without states that anybody keeps; differentiable."""
+        """The outputs of whole rows, without states that anybody keeps; differentiable."""
+        return y_BNC
 
     def paged(self, call: LayerCall) -> Tensor:
         raise AssertionError("a recurrent layer keeps no keys: its target's passes are hybrid ones")
 
     def dense(self) -> DenseHeads:
         raise AssertionError("a recurrent layer has no keys")
+
+
+@dataclass
+class RuleLayerInputs(RecurrentInputs):
+    """Of a layer with a rule after its convolution, whose outputs are [T, H, V].  gates: as the rule's module has them."""
+
+    rule: RecurrentRule
+    gates: Any
+    sizes: RuleSizes
+
+    def over_trees(self, y_TC: Tensor, layer: LayerStates, steps: TreeSteps) -> Tensor:
+        assert layer.rule is not None
+        return self.rule.trees(y_TC, self.gates, layer.rule, steps)
+
+    def over_parts(self, y_TC: Tensor, layer: LayerStates, steps: ChunkSteps) -> Tensor:
+        assert layer.rule is not None
+        return self.rule.parts(y_TC, self.gates, layer.rule, steps)
+
+    def over_rows(self, y_BNC: Tensor) -> Tensor:
+        return self.rule.rows(y_BNC, self.gates, self.sizes.key_heads, self.sizes.key_width)
 
 
 class HybridPass:

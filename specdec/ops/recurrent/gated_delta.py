@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.ops.launch import use_kernels
-from specdec.ops.recurrent.rule import RuleInputs, over_parts, over_rows, over_trees
+from specdec.ops.recurrent.rule import RecurrentRule, RuleInputs, over_parts, over_rows, over_trees
 from specdec.ops.recurrent.states import ChunkSteps, RuleStates, TreeSteps
 
 EPS = 1e-6  # of the length of queries and keys
@@ -92,3 +92,6 @@ def row_outputs(y_BNC: Tensor, gates: Gates, key_heads: int, key_width: int) -> 
     """[B, N, H, V], in y's dtype; see `over_rows`."""
     dtype = torch.promote_types(y_BNC.dtype, torch.float32)
     return over_rows(read_tokens(y_BNC, gates, key_heads, key_width, dtype)).to(y_BNC.dtype)
+
+
+GATED_DELTA = RecurrentRule(tree_outputs, chunk_outputs, row_outputs)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specdec.ops.launch import use_kernels
 from specdec.ops.recurrent.gated_delta import unit
-from specdec.ops.recurrent.rule import RuleInputs, over_parts, over_rows, over_trees
+from specdec.ops.recurrent.rule import RecurrentRule, RuleInputs, over_parts, over_rows, over_trees
 from specdec.ops.recurrent.states import ChunkSteps, RuleStates, TreeSteps
 
 
@@ -68,6 +68,10 @@ def chunk_outputs(y_TC: Tensor, gates: KimiGates, memory: RuleStates, steps: Chu
     return over_parts(read_tokens(y_TC[None], gates, memory.state_PHKV.dtype), memory, steps).to(y_TC.dtype)
 
 
-def row_outputs(y_BNC: Tensor, gates: KimiGates) -> Tensor:
+def row_outputs(y_BNC: Tensor, gates: KimiGates, heads: int, width: int) -> Tensor:
     """[B, N, H, V], in y's dtype; see `over_rows`."""
+    assert y_BNC.shape[2] == 3 * heads * width
     return over_rows(read_tokens(y_BNC, gates, torch.promote_types(y_BNC.dtype, torch.float32))).to(y_BNC.dtype)
+
+
+KIMI_DELTA = RecurrentRule(tree_outputs, chunk_outputs, row_outputs)

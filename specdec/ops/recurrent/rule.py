@@ -18,8 +18,9 @@ Shapes: as of states.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,6 +60,18 @@ class RuleInputs(NamedTuple):
     def decay_BNHK(self) -> Tensor:
         """[B, N, H, K], or [B, N, H, 1]."""
         return self.decay_BNH if self.decay_BNH.dim() == 4 else self.decay_BNH[..., None]
+
+
+class RecurrentRule(NamedTuple):
+    """What a rule's module computes for a layer, [T, H, V], of what the convolution made and of the layer's gates.
+
+    trees: of trees' nodes; parts: of parts of prompts; both with the layer's memory and a pass's steps.
+    rows: of whole rows, [B, N, H, V], with key heads and their width; differentiable.
+    """
+
+    trees: Callable[[Tensor, Any, RuleStates, TreeSteps], Tensor]
+    parts: Callable[[Tensor, Any, RuleStates, ChunkSteps], Tensor]
+    rows: Callable[[Tensor, Any, int, int], Tensor]
 
 
 def of_value_heads(x_BNGK: Tensor, heads: int) -> Tensor:

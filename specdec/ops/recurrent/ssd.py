@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.ops.launch import use_kernels
-from specdec.ops.recurrent.rule import RuleInputs, over_parts, over_rows, over_trees
+from specdec.ops.recurrent.rule import RecurrentRule, RuleInputs, over_parts, over_rows, over_trees
 from specdec.ops.recurrent.states import ChunkSteps, RuleStates, TreeSteps
 
 
@@ -75,3 +75,6 @@ def _sizes(memory: RuleStates) -> tuple[int, int, torch.dtype]:
     """Groups, the state's size, and the dtype of states."""
     _, _, G, K = memory.k_LNGK.shape
     return G, K, memory.state_PHKV.dtype
+
+
+SSD = RecurrentRule(tree_outputs, chunk_outputs, row_outputs)

@@ -59,7 +59,7 @@ class Kimi:
         return KimiGates(text[1], text[2], self.A_log, self.dt_bias)
 
     def whole(self, y_BNC: Tensor, text: TEXT) -> Tensor:
-        return kimi_delta.row_outputs(y_BNC, self.gates(text))
+        return kimi_delta.row_outputs(y_BNC, self.gates(text), H, K)
 
     def one_by_one(self, text: TEXT) -> tuple[Tensor, Tensor]:
         state, outputs, states = torch.zeros(H, K, K), [], []
