@@ -43,7 +43,7 @@ from specdec.models.kimi_linear.modules import KimiDeltaAttention
 from specdec.models.layers import HeadsRMSNorm, RMSNorm
 from specdec.models.linear import Linear
 from specdec.models.mamba.mixer import Mamba2
-from specdec.models.qwen_hybrid.modules import GatedDeltaNet
+from specdec.models.recurrent.delta_net import GatedDeltaNet
 from specdec.models.registry import family_of
 from specdec.models.sharding import join
 from specdec.parallel.group import ALONE

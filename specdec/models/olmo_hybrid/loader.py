@@ -19,7 +19,8 @@ from specdec.models.checkpoints.loader import Names, Parts, copy_, fill_float32,
 from specdec.models.layers import MLP
 from specdec.models.mixtures.wide_norms import WideNormAttention, fill_wide_norms
 from specdec.models.olmo_hybrid.config import LINEAR, OlmoHybridConfig, parse_olmo_hybrid
-from specdec.models.olmo_hybrid.modules import SeparateDeltaNet, olmo_hybrid_layer
+from specdec.models.olmo_hybrid.modules import olmo_hybrid_layer
+from specdec.models.recurrent.delta_net import GatedDeltaNet
 from specdec.models.recurrent.fill import by_ranks, expect_kinds, expect_rates
 from specdec.models.recurrent.sizes import RuleSizes
 
@@ -35,7 +36,7 @@ UNSAID = {
 }
 
 
-def _fill_delta_net(net: SeparateDeltaNet, checkpoint: Checkpoint, prefix: str) -> None:
+def _fill_delta_net(net: GatedDeltaNet, checkpoint: Checkpoint, prefix: str) -> None:
     """prefix: the layer's name and that of the module, which checkpoints call otherwise."""
     prefix, shard = f"{prefix.rpartition('.')[0]}.linear_attn", net.shard
     whole = net.sizes.times(shard.size)
@@ -52,7 +53,7 @@ def _fill_delta_net(net: SeparateDeltaNet, checkpoint: Checkpoint, prefix: str) 
     )
 
 
-def _fill_taps(net: SeparateDeltaNet, checkpoint: Checkpoint, prefix: str, whole: RuleSizes) -> None:
+def _fill_taps(net: GatedDeltaNet, checkpoint: Checkpoint, prefix: str, whole: RuleSizes) -> None:
     (Z, C), ranks = net.conv_ZC.shape, net.shard.size
     names = [f"{prefix}.{letter}_conv1d.weight" for letter in "qkv"]
     sizes: tuple[int, ...] = whole.kinds
@@ -95,5 +96,5 @@ def _expect(checkpoint: Checkpoint, config: OlmoHybridConfig) -> None:
         raise checkpoint.refuse(f"{net}.q_conv1d.weight", f"must have {sizes.taps} taps by linear_conv_kernel_dim, got {taps}")
 
 
-PARTS: Parts = {WideNormAttention: fill_wide_norms, SeparateDeltaNet: _fill_delta_net, MLP: fill_mlp}
+PARTS: Parts = {WideNormAttention: fill_wide_norms, GatedDeltaNet: _fill_delta_net, MLP: fill_mlp}
 FAMILY = Family(parse_olmo_hybrid, olmo_hybrid_layer, _expect, PARTS, UNSAID, NORMS)

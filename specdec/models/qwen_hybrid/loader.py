@@ -31,7 +31,8 @@ from specdec.models.mixtures.families.qwen_moe import NAMES
 from specdec.models.mixtures.fill import expect_mixture, fill_mixture
 from specdec.models.mixtures.layer import MixtureOfExperts
 from specdec.models.qwen_hybrid.config import LINEAR, NEXT, parse_qwen_hybrid
-from specdec.models.qwen_hybrid.modules import GatedAttention, GatedDeltaNet, hybrid_layer
+from specdec.models.qwen_hybrid.modules import GatedAttention, hybrid_layer
+from specdec.models.recurrent.delta_net import GatedDeltaNet
 from specdec.models.recurrent.fill import by_ranks, expect_kinds, expect_rates, fill_taps
 
 UNSAID = {
