@@ -30,6 +30,8 @@ from specdec.ops.recurrent.kimi.launch import (
 )
 from specdec.ops.recurrent.kimi_delta import KimiGates
 from specdec.ops.recurrent.mamba.launch import launch_ssd_parts, launch_ssd_prepare, launch_ssd_scan, ssd_chunk_tiles
+from specdec.ops.recurrent.mamba.ssd_hopper_tiles import SsdHopperTiles, ssd_hopper_tiles
+from specdec.ops.recurrent.mamba.ssd_hopper_tiles import takes as takes_ssd
 from specdec.ops.recurrent.mamba.ssd_tree_triton import SsdTiles, launch_ssd_tree, ssd_tiles
 from specdec.ops.recurrent.ssd import SsdGates
 from specdec.ops.recurrent.states import ChunkSteps, RuleStates, TreeSteps
@@ -226,12 +228,18 @@ class Ssd(MeasuredRule):
 
     form = MAMBA
     biased = True
-    step_tiles = [SsdTiles(*each) for each in ((64, 64, 2), (64, 64, 4), (32, 64, 1), (32, 64, 2), (32, 64, 4), (16, 64, 1))]
+    step_tiles = [SsdTiles(*each) for each in (
+        (64, 64, 2), (64, 64, 4), (64, 64, 8), (32, 64, 1), (32, 64, 2), (32, 64, 4), (16, 64, 1), (64, 64, 4, 3, True),
+        (64, 64, 8, 3, True), (32, 64, 2, 3, True), (32, 64, 4, 3, True),
+    )]  # fmt: skip
     few_tiles = [SsdTiles(*each) for each in (
         (32, 128, 2), (32, 64, 4), (32, 64, 2), (64, 64, 4), (64, 128, 4), (16, 64, 1), (16, 128, 1), (32, 64, 2, 2),
     )]  # fmt: skip
     many_tiles = [SsdTiles(*each) for each in (
         (64, 64, 4), (64, 64, 8), (64, 32, 8), (64, 128, 4), (64, 32, 4), (32, 64, 4), (32, 128, 4), (32, 32, 4), (32, 64, 2),
+    )]  # fmt: skip
+    on_hopper = [SsdHopperTiles(*each) for each in (
+        (0, 0), (0, 1), (0, 1, True), (128, 1, True), (128, 2, True), (168, 2, True), (168, 0, True), (128, 2, False),
     )]  # fmt: skip
     chunk_tiles = [ChunkTiles(*each) for each in (
         (64, 64, 4, 2, 8), (64, 64, 4, 2, 4), (64, 64, 4, 3, 8), (64, 64, 8, 2, 8), (64, 32, 4, 3, 8), (64, 32, 4, 2, 8),
@@ -256,7 +264,11 @@ class Ssd(MeasuredRule):
         return launch_ssd_tree(y_TC, gates, memory, steps, tiles=tiles)
 
     def own_tiles(self, y_TC: Tensor, memory: RuleStates, rows: int, nodes: int) -> Any:
-        return ssd_tiles(rows, nodes, self.rule.value_heads, self.rule.key_width)
+        H, K = self.rule.value_heads, self.rule.key_width
+        return ssd_hopper_tiles(rows, nodes, H) if takes_ssd(y_TC, memory, nodes) else ssd_tiles(rows, nodes, H, K)
+
+    def tried_tiles(self, y_TC: Tensor, memory: RuleStates, nodes: int) -> Sequence[Any]:
+        return [*super().tried_tiles(y_TC, memory, nodes), *(self.on_hopper if takes_ssd(y_TC, memory, nodes) else ())]
 
     def own_chunk_tiles(self, y_TC: Tensor) -> Any:
         return ssd_chunk_tiles(y_TC, self.rule.key_width)

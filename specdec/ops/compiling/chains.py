@@ -158,6 +158,7 @@ GROUPS = (
         {
             "ssd_step": "count decay_left k_left path read state u_left",
             "ssd_tree": "count decay_left k_left parents path read state u_left",
+            "ssd_tree_hopper": "A_log D count decay_left dt_bias k_left parents path read state u_left",
             "chunk_prepare": "",
             "chunk_scan": "",
             "tree_nodes": "parents",

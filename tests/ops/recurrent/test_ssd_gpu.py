@@ -56,7 +56,7 @@ def trees(rows: int, nodes: int, seed: int) -> TreeSteps:
     return steps_of(made, [(2 + 2 * row, 3 + 2 * row) for row in range(rows)], paths, PATH, "cuda")
 
 
-@pytest.mark.parametrize("nodes", [1, 6, 32, 60])
+@pytest.mark.parametrize("nodes", [1, 6, 32, 60, 65, 128])
 @pytest.mark.parametrize("rows", [1, 12])
 @pytest.mark.parametrize("name", WIDTHS)
 def test_trees_of_real_widths(name: str, rows: int, nodes: int) -> None:

@@ -4,32 +4,16 @@ import pytest
 import torch
 from toolkit.kernels import DEVICE
 from toolkit.recurrent.made import Sizes
-from toolkit.recurrent.mamba import SsdRound, ssd_inputs, ssd_round
+from toolkit.recurrent.mamba import broken_in, check_trees, on_device, ssd_inputs, ssd_round
 from toolkit.recurrent.rounds import copied, equal_memory, moved, parts_of
 
 from specdec.ops.recurrent.chunks.launch import ChunkTiles
 from specdec.ops.recurrent.mamba.launch import launch_ssd_parts
-from specdec.ops.recurrent.mamba.ssd_tree_triton import launch_ssd_tree
-from specdec.ops.recurrent.ssd import SsdGates, chunk_outputs, tree_outputs
+from specdec.ops.recurrent.ssd import chunk_outputs, tree_outputs
 
 ALONE, SHARED = Sizes(G=2, H=2, K=16, V=32), Sizes(G=2, H=6, K=32, V=16)
 WIDE = Sizes(G=1, H=2, K=128, V=16)
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
-
-
-def on_device(gates: SsdGates) -> SsdGates:
-    return SsdGates(*(each.to(DEVICE) for each in gates))
-
-
-def check_trees(now: SsdRound, tolerance: float) -> torch.Tensor:
-    """What the definition gives, after the kernel gave the same and left the same memory."""
-    gates, layer = now.weights.gates(now.dt_TH), copied(now.layer, DEVICE)
-    got = launch_ssd_tree(now.y_TC.to(DEVICE), on_device(gates), layer.rule, moved(now.steps, DEVICE)).cpu()
-    want = tree_outputs(now.y_TC, gates, now.layer.rule, now.steps)
-    scale = want[want.isfinite()].abs().max()
-    torch.testing.assert_close(got, want, atol=float(tolerance * scale), rtol=tolerance, equal_nan=True)
-    equal_memory(layer, now.layer, 2e-5)
-    return want
 
 
 @pytest.mark.parametrize(
@@ -66,12 +50,7 @@ def test_a_broken_node_reaches_those_below_it_alone(broken: str) -> None:
     for child in range(node + 1, 20):
         below_BN[:, child] |= below_BN.gather(1, parents[:, child : child + 1])[:, 0]
     clean = tree_outputs(now.y_TC, now.weights.gates(now.dt_TH), copied(now.layer, torch.device("cpu")).rule, now.steps)
-    columns = {"query": 1, "key": SHARED.G * SHARED.K + 1, "value": 2 * SHARED.G * SHARED.K + 1}
-    for row in range(len(parents)):
-        if broken == "step":
-            now.dt_TH[20 * row + node, 0] = torch.nan
-        else:
-            now.y_TC[20 * row + node, columns[broken]] = torch.inf if row % 2 else torch.nan
+    broken_in(now, SHARED, broken, node)
     want, beside_T = check_trees(now, 2e-5), ~below_BN.flatten()
     torch.testing.assert_close(want[beside_T], clean[beside_T])
     assert beside_T.any() and want.view(*parents.shape, -1)[:, node].isnan().any(-1).all()

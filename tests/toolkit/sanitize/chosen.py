@@ -98,6 +98,10 @@ CHOSEN: dict[str, list[str]] = {
     "ssd_tree_kernel": [
         f"{SSD}::test_trees_equal_the_definition[sizes{at}]" for at in ("3-7-tree-6-dtype3", "5-32-tree-6-dtype5")
     ],
+    "ssd_tree_hopper_kernel": [
+        f"tests/ops/recurrent/test_ssd_hopper.py::test_trees_equal_the_definition[{case}]"
+        for case in ("heads of a group-7-chain-6-None", "two blocks of columns-20-tree-6-tiles5")
+    ],
     "ssd_prepare_kernel": [f"{SSD}::test_parts_equal_the_definition[blocks of 32]"],
     "ssd_scan_kernel": [],
     "kimi_step_kernel": [f"{KIMI}::test_trees_equal_the_definition[sizes1-1-chain-6-dtype1]"],

@@ -26,7 +26,7 @@ def ssd_step_kernel(
     out,  # [B, H, V]
     stride_y, stride_dt, stride_state, stride_k, stride_u, stride_decay,
     E: tl.constexpr, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK_V: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_V: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row, h, block = tl.program_id(1).to(tl.int64), tl.program_id(0) // (V // BLOCK_V), tl.program_id(0) % (V // BLOCK_V)
     g, k, v = h // (H // G), tl.arange(0, K), block * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -35,7 +35,8 @@ def ssd_step_kernel(
     from_k, from_decay = k_left + number * stride_k + g * K, decay_left + number * stride_decay + h
     from_u_V, path = u_left + number * stride_u + h * V + v, path + row * E
     raw = read_state(to_state_KV + number * stride_state, K, V, K)
-    decays, added, keys, last = read_path(from_k, from_u_V, from_decay, path, 0, accepted, G, H, K, V, GROUP, K)
+    if not AT_ONCE:
+        left = read_path(from_k, from_u_V, from_decay, path, 0, accepted, G, H, K, V, GROUP, K)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -43,6 +44,9 @@ def ssd_step_kernel(
     q_K, k_K = tl.load(y + g * K + k).to(tl.float32), tl.load(y + (G + g) * K + k).to(tl.float32)
     x_V = tl.load(y + 2 * G * K + h * V + v).to(tl.float32)
     step = softplus(tl.load(dt + row * stride_dt + h).to(tl.float32) + tl.load(dt_bias + h).to(tl.float32))
+    if AT_ONCE:
+        left = read_path(from_k, from_u_V, from_decay, path, 0, accepted, G, H, K, V, GROUP, K)
+    decays, added, keys, last = left
     decay, skip = -tl.exp(tl.load(A_log + h).to(tl.float32)) * step, tl.load(D + h).to(tl.float32)
     tiles = add_path(faded(raw, last, 1), decays, added, keys, last, 1, GROUP)
     if E > GROUP:

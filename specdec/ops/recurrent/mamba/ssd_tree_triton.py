@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.ops.launch import chained
+from specdec.ops.recurrent.mamba.ssd_hopper_tiles import SsdHopperTiles, ssd_hopper_tiles, takes
 from specdec.ops.recurrent.mamba.ssd_step_triton import ssd_step_kernel
 from specdec.ops.recurrent.shared_triton import PRECISION, alike, multiplied, softplus, weighted
 from specdec.ops.recurrent.ssd import SsdGates
@@ -33,12 +34,14 @@ class SsdTiles(NamedTuple):
     """A program's columns of values, the rows of the state that it multiplies at once, and its warps.
 
     group: accepted nodes of the pending path that are read at once.
+    at_once: of one node: whether the wait comes before the pending path is read, as `SsdHopperTiles` has it.
     """
 
     block_v: int
     block_k: int = 64
     warps: int = 4
     group: int = 3
+    at_once: bool = False
 
 
 def ssd_tiles(sequences: int, nodes: int, heads: int, key_width: int) -> SsdTiles:
@@ -134,9 +137,9 @@ def _broken(x_MK):
 
 def launch_ssd_tree(
     y_TC: Tensor, gates: SsdGates, layer: RuleStates, steps: TreeSteps, precision: str = PRECISION,
-    tiles: SsdTiles | None = None,
+    tiles: SsdTiles | SsdHopperTiles | None = None,
 ) -> Tensor:  # fmt: skip
-    """`ssd.tree_outputs`: [T, H, V].  precision: of products: "tf32x3" or "ieee"."""
+    """`ssd.tree_outputs`: [T, H, V].  precision: of this file's products: "tf32x3" or "ieee"."""
     (B, N), E = steps.parents_BN.shape, steps.path_BE.shape[1]
     (_, H, K, V), G = layer.state_PHKV.shape, layer.k_LNGK.shape[2]
     check_ssd(y_TC, gates, layer)
@@ -144,8 +147,16 @@ def launch_ssd_tree(
     assert len(y_TC) == B * N and N <= layer.k_LNGK.shape[1]
     for left, size in ((layer.k_LNGK, G * K), (layer.u_LNHV, H * V), (layer.decay_LNH, H)):
         assert left.dtype == torch.float32 and left[0].is_contiguous() and left[0, 0].numel() == size
-    out_THV, tiles = y_TC.new_empty(B * N, H, V), tiles or ssd_tiles(B, N, H, K)
+    out_THV = y_TC.new_empty(B * N, H, V)
+    if tiles is None:
+        is_hopper = precision == PRECISION and takes(y_TC, layer, N)
+        tiles = ssd_hopper_tiles(B, N, H) if is_hopper else ssd_tiles(B, N, H, K)
     if not B:
+        return out_THV
+    if isinstance(tiles, SsdHopperTiles):
+        from specdec.ops.recurrent.mamba.ssd_tree_hopper import launch_ssd_tree_hopper
+
+        launch_ssd_tree_hopper(y_TC, gates, layer, steps, out_THV, tiles)
         return out_THV
     block_v, memory = min(V, tiles.block_v), (layer.state_PHKV, layer.k_LNGK, layer.u_LNHV, layer.decay_LNH)
     inputs = (y_TC, *gates, *memory, steps.read_B, steps.write_B, steps.count_B, steps.path_BE)
@@ -153,7 +164,7 @@ def launch_ssd_tree(
     sizes = {"E": E, "G": G, "H": H, "K": K, "V": V, "GROUP": min(E, tiles.group), "BLOCK_V": block_v}
     grid, here = (H * (V // block_v), B), {"num_warps": tiles.warps, **chained(y_TC.device)}
     if N == 1:
-        ssd_step_kernel[grid](*inputs, out_THV, *strides, **sizes, **here)
+        ssd_step_kernel[grid](*inputs, out_THV, *strides, AT_ONCE=tiles.at_once, **sizes, **here)
         return out_THV
     ssd_tree_kernel[grid](
         *inputs, steps.parents_BN, out_THV, *strides, N=N, DEPTH=steps.max_depth, CHAIN=steps.is_chain, PRECISION=precision,

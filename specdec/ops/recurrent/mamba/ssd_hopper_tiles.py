@@ -1,0 +1,47 @@
+"""Which passes over trees ssd_tree_hopper.py's kernel computes, and in which tiles.
+
+It runs on Hopper GPUs.  The kernel itself is not imported here, because a Triton without Gluon can't.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specdec.ops.launch import has_gluon
+from specdec.ops.products.gpus import match_of
+from specdec.ops.recurrent.states import RuleStates
+
+MOST = 64  # nodes, the bits of a word
+WIDTH = 128  # of keys
+
+
+class SsdHopperTiles(NamedTuple):
+    """registers: of a thread, at most; 0: as many as the compiler wants.
+
+    slices: 0: the state is cut into parts of 16 bits before the wait; else its rows are, after it, in so many steps, for which
+    fewer registers do.
+    at_once: whether the wait comes before the pending path is added, so that everything is loaded at once.  It is for passes of
+    more programs than fit on a GPU, of which only the first ones have anything to wait for.
+    """
+
+    registers: int = 0
+    slices: int = 0
+    at_once: bool = False
+
+
+def ssd_hopper_tiles(sequences: int, nodes: int, heads: int) -> SsdHopperTiles:
+    if sequences * heads <= 2 * 132:  # programs, of which two fit on an SM
+        return SsdHopperTiles()
+    return SsdHopperTiles(128, 2, True) if nodes <= 32 else SsdHopperTiles(168, 1, True)
+
+
+def takes(y_TC: Tensor, layer: RuleStates, nodes: int) -> bool:
+    """Whether the kernel computes such a pass, on this GPU."""
+    K, V = layer.state_PHKV.shape[2:]
+    aligned = y_TC.stride(0) % 16 == 0 and y_TC.data_ptr() % 16 == 0
+    if not (y_TC.is_cuda and y_TC.dtype == torch.bfloat16 and 1 < nodes <= MOST and K == WIDTH and V % 64 == 0 and aligned):
+        return False
+    return has_gluon() and match_of(y_TC.device).hopper
