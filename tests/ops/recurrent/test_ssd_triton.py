@@ -57,25 +57,29 @@ def test_a_broken_node_reaches_those_below_it_alone(broken: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "lengths", "kept", "after", "dtype", "tiles", "search"),
+    ("sizes", "lengths", "kept", "after", "dtype", "tiles", "search", "stretches"),
     [
-        (ALONE, [1, 37, 70], 2, 32, torch.float16, None, 2),
-        (SHARED, [133, 3, 2], 0, 73, torch.float32, ChunkTiles(64, 16, 4, 1), 4),
-        (WIDE, [2], 0, 1, torch.float32, None, 32),
+        (ALONE, [1, 37, 70], 2, 32, torch.float16, None, 2, None),
+        (SHARED, [133, 3, 2], 0, 73, torch.float32, ChunkTiles(64, 16, 4, 1), 4, 1),
+        (WIDE, [2], 0, 1, torch.float32, None, 32, None),
+        (SHARED, [133, 3, 40], 0, 73, torch.float32, ChunkTiles(16, 16, 4, 1), 4, 3),
+        (ALONE, [100, 33, 70], 2, 64, torch.float16, None, 2, 2),
     ],
-    ids=["blocks of 32", "blocks of 64", "two tokens"],
+    ids=["blocks of 32", "blocks of 64", "two tokens", "three stretches", "a stretch that ends where a state is kept"],
 )
 def test_parts_equal_the_definition(
-    sizes: Sizes, lengths: list[int], kept: int, after: int, dtype: torch.dtype, tiles: ChunkTiles | None, search: int
-) -> None:
+    sizes: Sizes, lengths: list[int], kept: int, after: int, dtype: torch.dtype, tiles: ChunkTiles | None, search: int,
+    stretches: int | None,
+) -> None:  # fmt: skip
     """Keeps out: a block's border that shows, a block that is nobody's where parts are many, a state that is kept one token
-    late, a part of padding that reaches a row, a token after the parts that is read, a head with another one's decay.
+    late, a part of padding that reaches a row, a token after the parts that is read, a head with another one's decay, a stretch
+    that begins with another state than the one before it has left.
     """
     now = ssd_round(sizes, 2, False, dtype, seed=len(lengths))
     steps, layer, tokens = parts_of(lengths, kept, after), copied(now.layer, DEVICE), sum(lengths)
     y, dt = (torch.cat((each, each.new_full((3, each.shape[1]), torch.nan))) for each in ssd_inputs(sizes, tokens, dtype))
     gates = now.weights.gates(dt)
-    got = launch_ssd_parts(y.to(DEVICE), on_device(gates), layer.rule, moved(steps, DEVICE), tiles, search).cpu()
+    got = launch_ssd_parts(y.to(DEVICE), on_device(gates), layer.rule, moved(steps, DEVICE), tiles, search, stretches).cpu()
     want = chunk_outputs(y, gates, now.layer.rule, steps)
     scale = float(TOLERANCE[dtype] * want[:tokens].abs().max())
     torch.testing.assert_close(got[:tokens], want[:tokens], atol=scale, rtol=TOLERANCE[dtype])
