@@ -40,23 +40,47 @@ def ssd_step_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    number, y = tl.load(write + row), y + row * stride_y
+    y = y + row * stride_y
     q_K, k_K = tl.load(y + g * K + k).to(tl.float32), tl.load(y + (G + g) * K + k).to(tl.float32)
     x_V = tl.load(y + 2 * G * K + h * V + v).to(tl.float32)
-    step = softplus(tl.load(dt + row * stride_dt + h).to(tl.float32) + tl.load(dt_bias + h).to(tl.float32))
+    gates = read_gates(dt + row * stride_dt + h, A_log + h, dt_bias + h, D + h)
+    number = tl.load(write + row)
     if AT_ONCE:
         left = read_path(from_k, from_u_V, from_decay, path, 0, accepted, G, H, K, V, GROUP, K)
-    decays, added, keys, last = left
-    decay, skip = -tl.exp(tl.load(A_log + h).to(tl.float32)) * step, tl.load(D + h).to(tl.float32)
-    tiles = add_path(faded(raw, last, 1), decays, added, keys, last, 1, GROUP)
-    if E > GROUP:
-        tiles = add_rest(tiles, from_k, from_u_V, from_decay, path, accepted, G, H, K, V, GROUP, K)
-    tl.store(to_state_KV + number * stride_state, tiles[0])
-    u_V = step * x_V
-    out_V = tl.exp(decay) * tl.sum(q_K[:, None] * tiles[0], 0) + tl.sum(q_K * k_K, 0) * u_V + skip * x_V
+    state_KV = with_path(raw, left, from_k, from_u_V, from_decay, path, accepted, E, G, H, K, V, GROUP)
+    tl.store(to_state_KV + number * stride_state, state_KV)
+    out_V, u_V = outputs(state_KV, q_K, k_K, x_V, gates)
     tl.store(out + (row * H + h) * V + v, out_V.to(out.dtype.element_ty))
     tl.store(u_left + number * stride_u + h * V + v, u_V)
     if block == 0:
-        tl.store(decay_left + number * stride_decay + h, decay)
+        tl.store(decay_left + number * stride_decay + h, gates[1])
         if h % (H // G) == 0:
             tl.store(k_left + number * stride_k + g * K + k, k_K)
+
+
+@triton.jit
+def read_gates(dt, A_log, dt_bias, D):
+    """(how far the step goes, its log-decay, the share of x that goes into the output)."""
+    step = softplus(tl.load(dt).to(tl.float32) + tl.load(dt_bias).to(tl.float32))
+    return step, -tl.exp(tl.load(A_log).to(tl.float32)) * step, tl.load(D).to(tl.float32)
+
+
+@triton.jit
+def with_path(
+    raw, left, from_k, from_u_V, from_decay, path, accepted, E: tl.constexpr, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr,
+    V: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """The state after the pending path, of whose first nodes left is what `read_path` gave."""
+    decays, added, keys, last = left
+    tiles = add_path(faded(raw, last, 1), decays, added, keys, last, 1, GROUP)
+    if E > GROUP:
+        tiles = add_rest(tiles, from_k, from_u_V, from_decay, path, accepted, G, H, K, V, GROUP, K)
+    return tiles[0]
+
+
+@triton.jit
+def outputs(state_KV, q_K, k_K, x_V, gates):
+    """(the node's output, u).  gates: as of `read_gates`."""
+    step, decay, skip = gates
+    u_V = step * x_V
+    return tl.exp(decay) * tl.sum(q_K[:, None] * state_KV, 0) + tl.sum(q_K * k_K, 0) * u_V + skip * x_V, u_V

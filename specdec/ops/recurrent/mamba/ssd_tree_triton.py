@@ -142,11 +142,7 @@ def launch_ssd_tree(
     """`ssd.tree_outputs`: [T, H, V].  precision: of this file's products: "tf32x3" or "ieee"."""
     (B, N), E = steps.parents_BN.shape, steps.path_BE.shape[1]
     (_, H, K, V), G = layer.state_PHKV.shape, layer.k_LNGK.shape[2]
-    check_ssd(y_TC, gates, layer)
-    assert lie_whole(steps)
-    assert len(y_TC) == B * N and N <= layer.k_LNGK.shape[1]
-    for left, size in ((layer.k_LNGK, G * K), (layer.u_LNHV, H * V), (layer.decay_LNH, H)):
-        assert left.dtype == torch.float32 and left[0].is_contiguous() and left[0, 0].numel() == size
+    check_ssd_tree(y_TC, gates, layer, steps)
     out_THV = y_TC.new_empty(B * N, H, V)
     if tiles is None:
         is_hopper = precision == PRECISION and takes(y_TC, layer, N)
@@ -181,3 +177,13 @@ def check_ssd(y_TC: Tensor, gates: SsdGates, layer: RuleStates) -> None:
     assert layer.state_PHKV.dtype == torch.float32 and H % G == 0
     assert gates.dt_TH.shape == (len(y_TC), H) and gates.dt_TH.stride(1) == 1
     assert all(each.shape == (H,) and each.is_contiguous() for each in gates[1:])
+
+
+def check_ssd_tree(y_TC: Tensor, gates: SsdGates, layer: RuleStates, steps: TreeSteps) -> None:
+    """Asserts what kernels over trees take, too."""
+    (B, N), (_, H, K, V), G = steps.parents_BN.shape, layer.state_PHKV.shape, layer.k_LNGK.shape[2]
+    check_ssd(y_TC, gates, layer)
+    assert lie_whole(steps)
+    assert len(y_TC) == B * N and N <= layer.k_LNGK.shape[1]
+    for left, size in ((layer.k_LNGK, G * K), (layer.u_LNHV, H * V), (layer.decay_LNH, H)):
+        assert left.dtype == torch.float32 and left[0].is_contiguous() and left[0, 0].numel() == size
