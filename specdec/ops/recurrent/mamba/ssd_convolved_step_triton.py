@@ -1,8 +1,9 @@
 """The kernel of `ssd.convolved_tree_outputs` where each tree is one node: the convolution, then ssd_step_triton.py's step.
 
-Every program convolves the queries and keys of its head's group for itself, and its own columns of values.  That is little work
-on numbers that caches hold, and of a few rows a launch takes most of a layer's time.  The last inputs are a round old, too, so
-only the token's own input and gate are read after the wait.  One program of a group writes what belongs to its queries and keys.
+Every program convolves the queries and keys of its head's group for itself, and its own columns of values.  That is little
+work on numbers that caches hold, and of a few rows a launch takes most of a layer's time.  The last inputs are a round old,
+too, so only the token's own input and gate are read after the wait.  One program of a group writes what belongs to its queries
+and keys.
 
 Shapes: as of ssd.py; W inputs that the convolution looks back, C its channels.
 """
