@@ -30,6 +30,7 @@ class SsdHopperTiles(NamedTuple):
     registers: int = 0
     slices: int = 0
     at_once: bool = False
+    items: int = 0
 
 
 def ssd_hopper_tiles(sequences: int, nodes: int, heads: int) -> SsdHopperTiles:

@@ -29,8 +29,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from specdec.ops.hopper import barrier, copy_rows, gdc_launch_dependents, gdc_wait
+from specdec.ops.hopper import barrier, gdc_launch_dependents, gdc_wait
 from specdec.ops.launch import chained
+from specdec.ops.recurrent.mamba.nodes_hopper import (
+    by_node,
+    copy_nodes,
+    diagonal,
+    marked,
+    multiplied,
+    read_values,
+    store_reads,
+    two_parts,
+    without_marks,
+)
+from specdec.ops.recurrent.mamba.ssd_heads_hopper import ssd_heads_hopper_kernel
 from specdec.ops.recurrent.mamba.ssd_hopper_tiles import SsdHopperTiles
 from specdec.ops.recurrent.shared_triton import softplus
 from specdec.ops.recurrent.ssd import SsdGates
@@ -39,7 +51,6 @@ from specdec.ops.recurrent.trees.nodes_hopper import ancestors, nodes_layout, st
 from specdec.ops.recurrent.trees.state_hopper import (
     as_operand,
     halves,
-    high_bits,
     places,
     state_pointers,
     states_layout,
@@ -95,7 +106,7 @@ def ssd_tree_hopper_kernel(
     )
     bits_P, above = ancestors(parents + row * N, N, STEPS, CHAIN, P, num_warps)
     if SLICES == 0:
-        parts = _cut(state_SKV, of_state, num_warps)
+        parts = two_parts(state_SKV, of_state, num_warps)
     if not AT_ONCE:
         if PDL:
             gdc_wait()
@@ -114,12 +125,12 @@ def ssd_tree_hopper_kernel(
     products_VP = gl.zeros([BLOCK_V, P], gl.float32, of_state)
     if SLICES == 2:
         first_SKV, second_SKV = halves(state_SKV)
-        parts = _cut(first_SKV, of_state, num_warps)
-        products_VP = _multiplied(parts, q_KP.slice(0, K // 2), products_VP, True)
+        parts = two_parts(first_SKV, of_state, num_warps)
+        products_VP = multiplied(parts, q_KP.slice(0, K // 2), products_VP, True)
     else:
         if SLICES == 1:
-            parts = _cut(state_SKV, of_state, num_warps)
-        products_VP = _multiplied(parts, q_KP, products_VP, True)
+            parts = two_parts(state_SKV, of_state, num_warps)
+        products_VP = multiplied(parts, q_KP, products_VP, True)
 
     # While the tensor cores work.
     to_k = k_left + number * stride_k + g * K
@@ -130,37 +141,37 @@ def ssd_tree_hopper_kernel(
     similar_RP = warpgroup_mma_wait(2, deps=(similar_RP,))
     # Numbers of a node that are not finite may reach those below it alone: `rule.without_broken`.  Of a query or a key they
     # show in the node's product with itself.
-    sound_P = (gl.abs(_diagonal(similar_RP, P, nodes)) < float("inf")) & (decay_P < float("inf"))
+    sound_P = (gl.abs(diagonal(similar_RP, P, nodes)) < float("inf")) & (decay_P < float("inf"))
     step_P, summed_P = gl.where(sound_P, step_P, 0.0), gl.where(sound_P, -decay_P, 0.0)
     for step in gl.static_range(len(above)):
         more_P = gl.gather(summed_P, gl.maximum(above[step], 0), 0)
         summed_P += gl.where(above[step] >= 0, more_P, 0.0)
     gl.store(decay_left + number * stride_decay + h + n_P * H, summed_P, mask=(n_P < N) & (first_v == 0))
     facts = _shared_facts(sound_P, step_P, summed_P, bits_P, P)
-    reads_PP, less_PP = _shared_reads(similar_RP, facts, P, between)
+    layout_PP: gl.constexpr = gl.NVMMASharedLayout(min(128, 2 * P), 16, 2)
+    first_smem = gl.allocate_shared_memory(gl.bfloat16, [64, P], layout_PP)
+    second_smem = gl.allocate_shared_memory(gl.bfloat16, [64, P], layout_PP)
+    store_reads(similar_RP, facts[0], facts[1], facts[3], first_smem, second_smem, P, between)
     s, n, v = places(P, values)
     step_SP = facts[1]._reinterpret(gl.float32, [P // 16, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     step_SP1 = step_SP.load(gl.SliceLayout(2, values))[:, :, None]
-    u_SPV = x_SPV.to(gl.float32) * step_SP1
-    ok_SPV = gl.abs(u_SPV) < float("inf")
     n = 16 * s + n
     to_nodes, ok_SP1 = n * (H * V) + v, n + v * 0 < N
-    gl.store(u_left + number * stride_u + own_v + to_nodes, gl.where(ok_SPV, u_SPV, 0.0), mask=ok_SP1)
-    sound_SPV = gl.where(ok_SPV, x_SPV.to(gl.float32), 0.0)
-    x_VP = as_operand(sound_SPV, of_state, num_warps).to(gl.bfloat16)
+    marked_SPV, u_SPV = marked(x_SPV, step_SP1)
+    gl.store(u_left + number * stride_u + own_v + to_nodes, u_SPV, mask=ok_SP1)
+    x_VP = as_operand(without_marks(marked_SPV), of_state, num_warps)
     fence_async_shared()
     barrier()
     products_VP, _, _, _ = warpgroup_mma_wait(0, deps=(products_VP, parts[0], parts[1], q_smem))
     if SLICES == 2:
-        parts = _cut(second_SKV, of_state, num_warps)
-        products_VP = _multiplied(parts, q_KP.slice(K // 2, K // 2), products_VP, False)
+        parts = two_parts(second_SKV, of_state, num_warps)
+        products_VP = multiplied(parts, q_KP.slice(K // 2, K // 2), products_VP, False)
         products_VP, _, _, _ = warpgroup_mma_wait(0, deps=(products_VP, parts[0], parts[1], q_smem))
     products_VP *= facts[2].load(gl.SliceLayout(0, of_state))[None, :]
-    products_VP = warpgroup_mma(x_VP, reads_PP.slice(0, P, 0).permute((1, 0)), products_VP, is_async=True)
-    products_VP = warpgroup_mma(x_VP, less_PP.slice(0, P, 0).permute((1, 0)), products_VP, is_async=True)
-    products_VP, _, _, _ = warpgroup_mma_wait(0, deps=(products_VP, x_VP, reads_PP, less_PP))
-    out_SPV = _by_node(products_VP, P, num_warps, values) + skip * sound_SPV
-    out_SPV = gl.where(ok_SPV, out_SPV, float("nan"))
+    products_VP = warpgroup_mma(x_VP, first_smem.slice(0, P, 0).permute((1, 0)), products_VP, is_async=True)
+    products_VP = warpgroup_mma(x_VP, second_smem.slice(0, P, 0).permute((1, 0)), products_VP, is_async=True)
+    products_VP, _, _, _ = warpgroup_mma_wait(0, deps=(products_VP, x_VP, first_smem, second_smem))
+    out_SPV = by_node(products_VP, P, num_warps, values) + skip * marked_SPV.to(gl.float32)
     gl.store(out + row * N * H * V + own_v + to_nodes, out_SPV.to(out.dtype.element_ty), mask=ok_SP1)
 
 
@@ -170,40 +181,9 @@ def _read_nodes(
     rows: gl.constexpr, values: gl.constexpr, nodes: gl.constexpr,
 ):  # fmt: skip
     """(x [S, 16, V], dt [P]); queries and keys are on their way into shared memory.  Zeros of nodes that are not there."""
-    n_R, n_P = gl.arange(0, P, gl.SliceLayout(1, rows)), gl.arange(0, P, nodes)
-    copy_rows(q_smem.slice(0, P, 0), y + g * K + n_R * stride_y, n_R < N, K, rows)
-    copy_rows(k_smem, y + (G + g) * K + n_R * stride_y, n_R < N, K, rows)
-    async_copy.commit_group()
-    s, n, v = places(P, values)
-    n = 16 * s + n
-    x_SPV = gl.load(y + 2 * G * K + own_v + n * stride_y + v, mask=n + v * 0 < N, other=0.0)
+    copy_nodes(y + g * K, stride_y, q_smem, k_smem, N, G, K, P, rows)
+    x_SPV, n_P = read_values(y + 2 * G * K + own_v, stride_y, N, P, values), gl.arange(0, P, nodes)
     return x_SPV, gl.load(dt + n_P * stride_dt, mask=n_P < N, other=0.0)
-
-
-@gluon.jit
-def _cut(state_SKV, products_layout: gl.constexpr, num_warps: gl.constexpr):
-    """Two parts of 16 bits whose sum is the state but for its last bits, each as the tensor cores' left operand [V, K]."""
-    whole_VK = as_operand(state_SKV, products_layout, num_warps)
-    first_VK = high_bits(whole_VK)
-    return first_VK.to(gl.bfloat16), (whole_VK - first_VK).to(gl.bfloat16)
-
-
-@gluon.jit
-def _multiplied(parts, right_KP, products_VP, IS_FIRST: gl.constexpr):
-    """products plus those of a state's rows, at which the tensor cores may still be at work.  IS_FIRST: products are zeros."""
-    products_VP = warpgroup_mma(parts[0], right_KP, products_VP, use_acc=not IS_FIRST, is_async=True)
-    return warpgroup_mma(parts[1], right_KP, products_VP, is_async=True)
-
-
-@gluon.jit
-def _diagonal(similar_RP, P: gl.constexpr, nodes: gl.constexpr):
-    """[P], for all warps."""
-    layout: gl.constexpr = similar_RP.type.layout
-    smem = gl.allocate_shared_memory(gl.float32, [64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    i, j = gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None], gl.arange(0, P, gl.SliceLayout(0, layout))[None, :]
-    smem.store(gl.sum(gl.where(i == j, similar_RP, 0.0), axis=1))
-    barrier()
-    return smem.slice(0, P).load(nodes)
 
 
 @gluon.jit
@@ -222,36 +202,6 @@ def _shared_facts(sound_P, step_P, summed_P, bits_P, P: gl.constexpr):
     return summed_smem, step_smem, faded_smem, bits_smem
 
 
-@gluon.jit
-def _shared_reads(similar_RP, facts, P: gl.constexpr, layout: gl.constexpr):
-    """A, as two numbers of 16 bits each, in shared memory [R, P] twice."""
-    rows: gl.constexpr = gl.SliceLayout(1, layout)
-    columns: gl.constexpr = gl.SliceLayout(0, layout)
-    step_P = facts[1].load(columns)
-    word: gl.constexpr = gl.int64 if P == 64 else gl.int32
-    is_above_RP = ((facts[3].load(rows)[:, None] >> gl.arange(0, P, columns).to(word)[None, :]) & 1) != 0
-    # Nothing goes out of a node that is not sound, whose step is 0.  Of nodes on different branches the difference may be
-    # large: it never meets exp.
-    is_above_RP = is_above_RP & (gl.arange(0, 64, rows) < P)[:, None] & (step_P != 0)[None, :]
-    less_RP = facts[0].load(rows)[:, None] - facts[0].slice(0, P).load(columns)[None, :]
-    fade_RP = gl.exp(gl.where(is_above_RP, less_RP, float("-inf")))
-    reads_RP = gl.where(is_above_RP, similar_RP * fade_RP * step_P[None, :], 0.0)
-    layout_PP: gl.constexpr = gl.NVMMASharedLayout(min(128, 2 * P), 16, 2)
-    first_smem = gl.allocate_shared_memory(gl.bfloat16, [64, P], layout_PP)
-    second_smem = gl.allocate_shared_memory(gl.bfloat16, [64, P], layout_PP)
-    first_RP = high_bits(reads_RP)
-    first_smem.store(first_RP.to(gl.bfloat16))
-    second_smem.store((reads_RP - first_RP).to(gl.bfloat16))
-    return first_smem, second_smem
-
-
-@gluon.jit
-def _by_node(products_VP, P: gl.constexpr, num_warps: gl.constexpr, layout: gl.constexpr):
-    """[S, 16, V], with columns in the state's own order, where the thread that has a product holds it."""
-    parts = gl.permute(gl.reshape(products_VP, [num_warps, 2, 8, P]), (3, 0, 2, 1))
-    return gl.convert_layout(gl.reshape(parts, [P // 16, 16, 16 * num_warps]), layout, assert_trivial=True)
-
-
 def launch_ssd_tree_hopper(
     y_TC: Tensor, gates: SsdGates, layer: RuleStates, steps: TreeSteps, out_THV: Tensor, tiles: SsdHopperTiles
 ) -> None:
@@ -260,10 +210,16 @@ def launch_ssd_tree_hopper(
     (_, H, K, V), G = layer.state_PHKV.shape, layer.k_LNGK.shape[2]
     memory = layer.state_PHKV, layer.k_LNGK, layer.u_LNHV, layer.decay_LNH
     limit = {"maxnreg": tiles.registers} if tiles.registers else {}
-    ssd_tree_hopper_kernel[(H * (V // (16 * WARPS)), B)](
+    P, depth, items = max(16, triton.next_power_of_2(N)), steps.max_depth.bit_length(), H * (V // (16 * WARPS))
+    inputs = (
         y_TC, *gates, *memory, steps.read_B, steps.write_B, steps.count_B, steps.path_BE, steps.parents_BN, out_THV,
-        y_TC.stride(0), gates.dt_TH.stride(0), *(each.stride(0) for each in memory), N=N, E=E, G=G, H=H, K=K, V=V,
-        STEPS=steps.max_depth.bit_length(), CHAIN=steps.is_chain, P=max(16, triton.next_power_of_2(N)),
-        GROUP=min(GROUP, triton.next_power_of_2(E)), SLICES=tiles.slices, AT_ONCE=tiles.at_once, num_warps=WARPS, **limit,
-        **chained(y_TC.device),
+        y_TC.stride(0), gates.dt_TH.stride(0), *(each.stride(0) for each in memory),
     )  # fmt: skip
+    sizes = {"N": N, "E": E, "G": G, "H": H, "K": K, "V": V, "STEPS": depth, "CHAIN": steps.is_chain, "P": P}
+    here = {"SLICES": tiles.slices, "num_warps": WARPS, **limit, **chained(y_TC.device)}
+    if tiles.items:
+        assert items // G % tiles.items == 0
+        ssd_heads_hopper_kernel[(items // tiles.items, B)](*inputs, **sizes, ITEMS=tiles.items, **here)
+    else:
+        group = min(GROUP, triton.next_power_of_2(E))
+        ssd_tree_hopper_kernel[(items, B)](*inputs, **sizes, GROUP=group, AT_ONCE=tiles.at_once, **here)
