@@ -116,8 +116,8 @@ def measure_tree(rule: MeasuredRule, B: int, N: int, every: bool, device: torch.
         return rule.trees(y, world.gates, memory, steps, tiles)
 
     def whole(call: int) -> None:
-        convolved = tree_convolution(world.x, world.conv, world.layers[call].conv, steps)
-        rule.norm(of(convolved, call), world.z, world.norm)
+        out = rule.convolved_trees(world.x, world.conv, world.gates, world.layers[call], steps)
+        rule.norm(out, world.z, world.norm)
 
     layers, conv, memory = world.layers, world.conv, world.layers[0].rule
     assert memory is not None

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from specdec.models.recurrent.sizes import RecurrentConfig, RuleSizes
 from specdec.ops.recurrent.chunks.launch import ChunkTiles, chunk_tiles, launch_chunk_rule, launch_prepare, launch_scan
+from specdec.ops.recurrent.conv import Convolution, tree_convolution
 from specdec.ops.recurrent.gated_delta import Gates
 from specdec.ops.recurrent.gates.gated_norm import DELTA, KIMI, MAMBA, NormForm, gated_norm
 from specdec.ops.recurrent.kimi.launch import (
@@ -33,8 +34,8 @@ from specdec.ops.recurrent.mamba.launch import launch_ssd_parts, launch_ssd_prep
 from specdec.ops.recurrent.mamba.ssd_hopper_tiles import SsdHopperTiles, ssd_hopper_tiles
 from specdec.ops.recurrent.mamba.ssd_hopper_tiles import takes as takes_ssd
 from specdec.ops.recurrent.mamba.ssd_tree_triton import SsdTiles, launch_ssd_tree, ssd_tiles
-from specdec.ops.recurrent.ssd import SsdGates
-from specdec.ops.recurrent.states import ChunkSteps, RuleStates, TreeSteps
+from specdec.ops.recurrent.ssd import SsdGates, convolved_tree_outputs
+from specdec.ops.recurrent.states import ChunkSteps, LayerStates, RuleStates, TreeSteps
 from specdec.ops.recurrent.trees.hopper_tiles import HopperTiles, hopper_tiles, takes
 from specdec.ops.recurrent.trees.rule_triton import RuleTiles, launch_tree_rule, tree_tiles
 
@@ -91,6 +92,11 @@ class MeasuredRule(ABC):
     @abstractmethod
     def trees(self, y_TC: Tensor, gates: Any, memory: RuleStates, steps: TreeSteps, tiles: Any = None) -> Tensor:
         """Outputs [T, H, V]."""
+
+    def convolved_trees(self, x_TC: Tensor, conv: Convolution, gates: Any, layer: LayerStates, steps: TreeSteps) -> Tensor:
+        """The same, of what the convolution reads, as a layer launches it."""
+        assert layer.rule is not None
+        return self.trees(tree_convolution(x_TC, conv, layer.conv, steps), gates, layer.rule, steps)
 
     @abstractmethod
     def own_tiles(self, y_TC: Tensor, memory: RuleStates, rows: int, nodes: int) -> Any:
@@ -239,7 +245,8 @@ class Ssd(MeasuredRule):
         (64, 64, 4), (64, 64, 8), (64, 32, 8), (64, 128, 4), (64, 32, 4), (32, 64, 4), (32, 128, 4), (32, 32, 4), (32, 64, 2),
     )]  # fmt: skip
     on_hopper = [SsdHopperTiles(*each) for each in (
-        (0, 0), (0, 1), (0, 1, True), (128, 1, True), (128, 2, True), (168, 2, True), (168, 0, True), (128, 2, False),
+        (0, 0), (0, 1), (0, 1, True), (128, 2, True), (168, 2, False, 4), (168, 2, False, 2), (168, 2, False, 8),
+        (168, 1, False, 4), (0, 2, False, 4),
     )]  # fmt: skip
     chunk_tiles = [ChunkTiles(*each) for each in (
         (64, 64, 4, 2, 8), (64, 64, 4, 2, 4), (64, 64, 4, 3, 8), (64, 64, 8, 2, 8), (64, 32, 4, 3, 8), (64, 32, 4, 2, 8),
@@ -263,9 +270,12 @@ class Ssd(MeasuredRule):
     def trees(self, y_TC: Tensor, gates: Any, memory: RuleStates, steps: TreeSteps, tiles: Any = None) -> Tensor:
         return launch_ssd_tree(y_TC, gates, memory, steps, tiles=tiles)
 
+    def convolved_trees(self, x_TC: Tensor, conv: Convolution, gates: Any, layer: LayerStates, steps: TreeSteps) -> Tensor:
+        return convolved_tree_outputs(x_TC, conv, gates, layer, steps)
+
     def own_tiles(self, y_TC: Tensor, memory: RuleStates, rows: int, nodes: int) -> Any:
         H, K = self.rule.value_heads, self.rule.key_width
-        return ssd_hopper_tiles(rows, nodes, H) if takes_ssd(y_TC, memory, nodes) else ssd_tiles(rows, nodes, H, K)
+        return ssd_hopper_tiles(rows, nodes, memory) if takes_ssd(y_TC, memory, nodes) else ssd_tiles(rows, nodes, H, K)
 
     def tried_tiles(self, y_TC: Tensor, memory: RuleStates, nodes: int) -> Sequence[Any]:
         return [*super().tried_tiles(y_TC, memory, nodes), *(self.on_hopper if takes_ssd(y_TC, memory, nodes) else ())]

@@ -102,6 +102,13 @@ CHOSEN: dict[str, list[str]] = {
         f"tests/ops/recurrent/test_ssd_hopper.py::test_trees_equal_the_definition[{case}]"
         for case in ("heads of a group-7-chain-6-None", "two blocks of columns-20-tree-6-tiles5")
     ],
+    "ssd_heads_hopper_kernel": [
+        "tests/ops/recurrent/test_ssd_hopper.py::test_several_heads_equal_the_definition[7-chain-6-sizes0-tiles0]",
+        "tests/ops/recurrent/test_ssd_hopper.py::test_several_heads_equal_the_definition[20-tree-40-sizes2-tiles2]",
+    ],
+    "ssd_convolved_step_kernel": [
+        "tests/ops/recurrent/test_ssd_triton.py::test_a_step_with_its_convolution_equals_the_definition[sizes1-False-2-True]"
+    ],
     "ssd_prepare_kernel": [f"{SSD}::test_parts_equal_the_definition[blocks of 32]"],
     "ssd_scan_kernel": [],
     "kimi_step_kernel": [f"{KIMI}::test_trees_equal_the_definition[sizes1-1-chain-6-dtype1]"],

@@ -51,7 +51,7 @@ def ssd_tiles(sequences: int, nodes: int, heads: int, key_width: int) -> SsdTile
     """
     crowded = sequences * heads > 264  # twice as many as SMs of an H200
     if nodes == 1:
-        tiles = SsdTiles(64, warps=4) if crowded else SsdTiles(32, warps=2)
+        tiles = SsdTiles(64 if crowded else 32, warps=2)
     elif nodes <= 16:
         tiles = SsdTiles(32, 128, 2) if crowded else SsdTiles(32, 64, 4)
     else:
@@ -146,7 +146,7 @@ def launch_ssd_tree(
     out_THV = y_TC.new_empty(B * N, H, V)
     if tiles is None:
         is_hopper = precision == PRECISION and takes(y_TC, layer, N)
-        tiles = ssd_hopper_tiles(B, N, H) if is_hopper else ssd_tiles(B, N, H, K)
+        tiles = ssd_hopper_tiles(B, N, layer) if is_hopper else ssd_tiles(B, N, H, K)
     if not B:
         return out_THV
     if isinstance(tiles, SsdHopperTiles):
