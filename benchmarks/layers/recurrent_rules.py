@@ -33,8 +33,9 @@ from specdec.ops.recurrent.kimi_delta import KimiGates
 from specdec.ops.recurrent.mamba.launch import launch_ssd_parts, launch_ssd_prepare, launch_ssd_scan, ssd_chunk_tiles
 from specdec.ops.recurrent.mamba.ssd_hopper_tiles import SsdHopperTiles, ssd_hopper_tiles
 from specdec.ops.recurrent.mamba.ssd_hopper_tiles import takes as takes_ssd
+from specdec.ops.recurrent.mamba.ssd_step_triton import StepTiles, launch_convolved_step, step_tiles
 from specdec.ops.recurrent.mamba.ssd_tree_triton import SsdTiles, launch_ssd_tree, ssd_tiles
-from specdec.ops.recurrent.ssd import SsdGates, convolved_tree_outputs
+from specdec.ops.recurrent.ssd import SsdGates
 from specdec.ops.recurrent.states import ChunkSteps, LayerStates, RuleStates, TreeSteps
 from specdec.ops.recurrent.trees.hopper_tiles import HopperTiles, hopper_tiles, takes
 from specdec.ops.recurrent.trees.rule_triton import RuleTiles, launch_tree_rule, tree_tiles
@@ -89,14 +90,20 @@ class MeasuredRule(ABC):
     @abstractmethod
     def inputs(self, tokens: int, device: torch.device) -> Inputs: ...
 
+    def is_joined(self, nodes: int) -> bool:
+        """Whether the convolution over trees of so many nodes, and the rule, are one launch."""
+        return False
+
     @abstractmethod
     def trees(self, y_TC: Tensor, gates: Any, memory: RuleStates, steps: TreeSteps, tiles: Any = None) -> Tensor:
         """Outputs [T, H, V]."""
 
-    def convolved_trees(self, x_TC: Tensor, conv: Convolution, gates: Any, layer: LayerStates, steps: TreeSteps) -> Tensor:
+    def convolved_trees(
+        self, x_TC: Tensor, conv: Convolution, gates: Any, layer: LayerStates, steps: TreeSteps, tiles: Any = None
+    ) -> Tensor:
         """The same, of what the convolution reads, as a layer launches it."""
         assert layer.rule is not None
-        return self.trees(tree_convolution(x_TC, conv, layer.conv, steps), gates, layer.rule, steps)
+        return self.trees(tree_convolution(x_TC, conv, layer.conv, steps), gates, layer.rule, steps, tiles)
 
     @abstractmethod
     def own_tiles(self, y_TC: Tensor, memory: RuleStates, rows: int, nodes: int) -> Any:
@@ -234,10 +241,7 @@ class Ssd(MeasuredRule):
 
     form = MAMBA
     biased = True
-    step_tiles = [SsdTiles(*each) for each in (
-        (64, 64, 2), (64, 64, 4), (64, 64, 8), (32, 64, 1), (32, 64, 2), (32, 64, 4), (16, 64, 1), (64, 64, 4, 3, True),
-        (64, 64, 8, 3, True), (32, 64, 2, 3, True), (32, 64, 4, 3, True),
-    )]  # fmt: skip
+    step_tiles = [StepTiles(*each) for each in ((64, 2), (64, 4), (32, 1), (32, 2), (32, 4), (16, 1), (64, 2, 2), (64, 2, 4))]
     few_tiles = [SsdTiles(*each) for each in (
         (32, 128, 2), (32, 64, 4), (32, 64, 2), (64, 64, 4), (64, 128, 4), (16, 64, 1), (16, 128, 1), (32, 64, 2, 2),
     )]  # fmt: skip
@@ -270,11 +274,20 @@ class Ssd(MeasuredRule):
     def trees(self, y_TC: Tensor, gates: Any, memory: RuleStates, steps: TreeSteps, tiles: Any = None) -> Tensor:
         return launch_ssd_tree(y_TC, gates, memory, steps, tiles=tiles)
 
-    def convolved_trees(self, x_TC: Tensor, conv: Convolution, gates: Any, layer: LayerStates, steps: TreeSteps) -> Tensor:
-        return convolved_tree_outputs(x_TC, conv, gates, layer, steps)
+    def is_joined(self, nodes: int) -> bool:
+        return nodes == 1
+
+    def convolved_trees(
+        self, x_TC: Tensor, conv: Convolution, gates: Any, layer: LayerStates, steps: TreeSteps, tiles: Any = None
+    ) -> Tensor:
+        if self.is_joined(steps.parents_BN.shape[1]):
+            return launch_convolved_step(x_TC, conv, gates, layer, steps, tiles)
+        return super().convolved_trees(x_TC, conv, gates, layer, steps, tiles)
 
     def own_tiles(self, y_TC: Tensor, memory: RuleStates, rows: int, nodes: int) -> Any:
         H, K = self.rule.value_heads, self.rule.key_width
+        if nodes == 1:
+            return step_tiles(rows, H, K)
         return ssd_hopper_tiles(rows, nodes, memory) if takes_ssd(y_TC, memory, nodes) else ssd_tiles(rows, nodes, H, K)
 
     def tried_tiles(self, y_TC: Tensor, memory: RuleStates, nodes: int) -> Sequence[Any]:

@@ -156,8 +156,7 @@ GROUPS = (
         "complete convolution, too, and chunk_scan for what chunk_prepare leaves; so it is with Mamba-2's rule and Kimi's.",
         "ssd_prepare ssd_scan",
         {
-            "ssd_step": "count decay_left k_left path read state u_left",
-            "ssd_convolved_step": "bias conv count decay_left inputs_left k_left path read state u_left weight",
+            "ssd_step": "bias conv count decay_left inputs_left k_left path read state u_left weight",
             "ssd_tree": "count decay_left k_left parents path read state u_left",
             "ssd_heads_hopper": "A_log D count decay_left dt_bias k_left parents path read state u_left",
             "ssd_tree_hopper": "A_log D count decay_left dt_bias k_left parents path read state u_left",

@@ -63,7 +63,7 @@ def convolved_tree_outputs(
     """[T, H, V]: of what the convolution reads."""
     assert layer.rule is not None
     if use_kernels(x_TC) and steps.parents_BN.shape[1] == 1:
-        from specdec.ops.recurrent.mamba.ssd_convolved_step_triton import launch_convolved_step
+        from specdec.ops.recurrent.mamba.ssd_step_triton import launch_convolved_step
 
         return launch_convolved_step(x_TC, conv, gates, layer, steps)
     return tree_outputs(tree_convolution(x_TC, conv, layer.conv, steps), gates, layer.rule, steps)

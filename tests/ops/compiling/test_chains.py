@@ -29,7 +29,7 @@ NEVER_WRITTEN = {  # by kernels: arguments that may be read through L1 before a 
     "router": "bias correction weight",
     "rope_store": "table",  # rotations, also in the next three
     "single_query_attention": "norm table",
-    "ssd_convolved_step": "bias weight",
+    "ssd_step": "bias weight",
     "ssd_heads_hopper": "A_log D dt_bias",
     "ssd_tree_hopper": "A_log D dt_bias",
     "store_index": "table",

@@ -10,8 +10,7 @@ from toolkit.recurrent.rounds import copied, equal_memory, moved, parts_of
 from specdec.ops.recurrent.chunks.launch import ChunkTiles
 from specdec.ops.recurrent.conv import Convolution
 from specdec.ops.recurrent.mamba.launch import launch_ssd_parts
-from specdec.ops.recurrent.mamba.ssd_convolved_step_triton import launch_convolved_step
-from specdec.ops.recurrent.mamba.ssd_tree_triton import SsdTiles
+from specdec.ops.recurrent.mamba.ssd_step_triton import StepTiles, launch_convolved_step
 from specdec.ops.recurrent.ssd import chunk_outputs, convolved_tree_outputs, tree_outputs
 
 ALONE, SHARED = Sizes(G=2, H=2, K=16, V=32), Sizes(G=2, H=6, K=32, V=16)
@@ -43,9 +42,8 @@ def test_trees_equal_the_definition(sizes: Sizes, nodes: int, kind: str, before:
     assert not check_trees(now, TOLERANCE[dtype]).isnan().any()
 
 
-@pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize(("sizes", "biased", "before"), [(ALONE, True, 6), (SHARED, False, 2), (WIDE, True, 20)])
-def test_a_step_with_its_convolution_equals_the_definition(sizes: Sizes, biased: bool, before: int, at_once: bool) -> None:
+def test_a_step_with_its_convolution_equals_the_definition(sizes: Sizes, biased: bool, before: int) -> None:
     """Keeps out: inputs of other channels, or of another end of the path, and inputs that no program keeps.  Some rows have
     fewer nodes pending than the convolution looks back, some more, some none.
     """
@@ -57,9 +55,8 @@ def test_a_step_with_its_convolution_equals_the_definition(sizes: Sizes, biased:
     conv, gates = Convolution(torch.randn(sizes.Z, C), torch.randn(C) if biased else None), now.weights.gates(now.dt_TH)
     layer = copied(now.layer, DEVICE)
     on_gpu = Convolution(conv.weight_ZC.to(DEVICE), None if conv.bias_C is None else conv.bias_C.to(DEVICE))
-    tiles = SsdTiles(16, warps=1, at_once=at_once)
     wide = torch.cat((now.y_TC, now.y_TC), dim=1).to(DEVICE)  # the inputs may be strided
-    got = launch_convolved_step(wide[:, :C], on_gpu, on_device(gates), layer, moved(now.steps, DEVICE), tiles).cpu()
+    got = launch_convolved_step(wide[:, :C], on_gpu, on_device(gates), layer, moved(now.steps, DEVICE), StepTiles(16, 1)).cpu()
     want = convolved_tree_outputs(now.y_TC, conv, gates, now.layer, now.steps)
     torch.testing.assert_close(got, want, atol=float(2e-5 * want.abs().max()), rtol=2e-5)
     equal_memory(layer, now.layer, 2e-5)

@@ -34,8 +34,6 @@ CASES: dict[str, dict[str, tuple[Any, ...]]] = {
     "few_down_kernel": {"ONE_TOKEN": (False, True)},
     "quantised_experts_kernel": {"GATED": (False, True), "SORTED": (False, True)},
     "ssd_tree_hopper_kernel": {"AT_ONCE": (False, True)},
-    "ssd_step_kernel": {"AT_ONCE": (False, True)},
-    "ssd_convolved_step_kernel": {"AT_ONCE": (False, True)},
 }
 
 Value = Any  # what an expression may point to: a frozenset of names of memory, or a tuple of values

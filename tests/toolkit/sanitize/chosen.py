@@ -94,7 +94,6 @@ CHOSEN: dict[str, list[str]] = {
     ],
     "chunk_prepare_kernel": [f"{RULE}::test_parts_equal_the_definition[blocks of 32]"],
     "chunk_scan_kernel": [],
-    "ssd_step_kernel": [f"{SSD}::test_trees_equal_the_definition[sizes1-1-chain-6-dtype1]"],
     "ssd_tree_kernel": [
         f"{SSD}::test_trees_equal_the_definition[sizes{at}]" for at in ("3-7-tree-6-dtype3", "5-32-tree-6-dtype5")
     ],
@@ -106,9 +105,7 @@ CHOSEN: dict[str, list[str]] = {
         "tests/ops/recurrent/test_ssd_hopper.py::test_several_heads_equal_the_definition[7-chain-6-sizes0-tiles0]",
         "tests/ops/recurrent/test_ssd_hopper.py::test_several_heads_equal_the_definition[20-tree-40-sizes2-tiles2]",
     ],
-    "ssd_convolved_step_kernel": [
-        "tests/ops/recurrent/test_ssd_triton.py::test_a_step_with_its_convolution_equals_the_definition[sizes1-False-2-True]"
-    ],
+    "ssd_step_kernel": [f"{SSD}::test_a_step_with_its_convolution_equals_the_definition[sizes1-False-2]"],
     "ssd_prepare_kernel": [f"{SSD}::test_parts_equal_the_definition[blocks of 32]"],
     "ssd_scan_kernel": [],
     "kimi_step_kernel": [f"{KIMI}::test_trees_equal_the_definition[sizes1-1-chain-6-dtype1]"],

@@ -32,7 +32,7 @@ from specdec.ops.recurrent.states import ChunkSteps, RuleStates, lie_whole
 
 HOPPER = ChunkTiles(stages=2, prepare_warps=8)
 HEADS = 8  # of one group that a program of the first kernel computes, at most
-PROGRAMS, MOST_STRETCHES, SHORTEST = 4 * 132, 8, 512  # of the second kernel: wanted; of a part; tokens of a stretch
+PROGRAMS, MOST_STRETCHES, SHORTEST = 2 * 132, 8, 512  # of the second kernel: wanted; of a part; tokens of a stretch
 
 
 def ssd_chunk_tiles(y_TC: Tensor, key_width: int) -> ChunkTiles:

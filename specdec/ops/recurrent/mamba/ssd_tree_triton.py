@@ -5,8 +5,8 @@ wait: states and what nodes left are a round old.  What nodes have to do with ea
 
     out = exp(D) (q S) + A (dt x) + skip x        A_ij = (q_i . k_j) exp(D_i - D_j) on node i's path
 
-is small, so every program makes it again.  Trees of one node need none of it (ssd_step_triton.py).  No program reads what
-another one of its launch writes.
+is small, so every program makes it again.  No program reads what another one of its launch writes.  Layers compute trees of one
+node otherwise (ssd_step_triton.py), and on Hopper GPUs most trees (ssd_tree_hopper.py, ssd_heads_hopper.py).
 
 Shapes: as of ssd.py; M: N, and 16 at least.
 """
@@ -22,7 +22,6 @@ from torch import Tensor
 
 from specdec.ops.launch import chained
 from specdec.ops.recurrent.mamba.ssd_hopper_tiles import SsdHopperTiles, ssd_hopper_tiles, takes
-from specdec.ops.recurrent.mamba.ssd_step_triton import ssd_step_kernel
 from specdec.ops.recurrent.shared_triton import PRECISION, alike, multiplied, softplus, weighted
 from specdec.ops.recurrent.ssd import SsdGates
 from specdec.ops.recurrent.states import RuleStates, TreeSteps, lie_whole
@@ -34,14 +33,12 @@ class SsdTiles(NamedTuple):
     """A program's columns of values, the rows of the state that it multiplies at once, and its warps.
 
     group: accepted nodes of the pending path that are read at once.
-    at_once: of one node: whether the wait comes before the pending path is read, as `SsdHopperTiles` has it.
     """
 
     block_v: int
     block_k: int = 64
     warps: int = 4
     group: int = 3
-    at_once: bool = False
 
 
 def ssd_tiles(sequences: int, nodes: int, heads: int, key_width: int) -> SsdTiles:
@@ -50,9 +47,7 @@ def ssd_tiles(sequences: int, nodes: int, heads: int, key_width: int) -> SsdTile
     Microseconds of 32 rows, and what their bytes take: 1 node 41 (31), 6 nodes 77 (32), 32 nodes 135 (40).
     """
     crowded = sequences * heads > 264  # twice as many as SMs of an H200
-    if nodes == 1:
-        tiles = SsdTiles(64 if crowded else 32, warps=2)
-    elif nodes <= 16:
+    if nodes <= 16:
         tiles = SsdTiles(32, 128, 2) if crowded else SsdTiles(32, 64, 4)
     else:
         tiles = SsdTiles(64, 64, 4 if crowded else 8) if nodes <= 32 else SsdTiles(64, 32, 8)
@@ -157,14 +152,10 @@ def launch_ssd_tree(
     block_v, memory = min(V, tiles.block_v), (layer.state_PHKV, layer.k_LNGK, layer.u_LNHV, layer.decay_LNH)
     inputs = (y_TC, *gates, *memory, steps.read_B, steps.write_B, steps.count_B, steps.path_BE)
     strides = y_TC.stride(0), gates.dt_TH.stride(0), *(each.stride(0) for each in memory)
-    sizes = {"E": E, "G": G, "H": H, "K": K, "V": V, "GROUP": min(E, tiles.group), "BLOCK_V": block_v}
-    grid, here = (H * (V // block_v), B), {"num_warps": tiles.warps, **chained(y_TC.device)}
-    if N == 1:
-        ssd_step_kernel[grid](*inputs, out_THV, *strides, AT_ONCE=tiles.at_once, **sizes, **here)
-        return out_THV
-    ssd_tree_kernel[grid](
-        *inputs, steps.parents_BN, out_THV, *strides, N=N, DEPTH=steps.max_depth, CHAIN=steps.is_chain, PRECISION=precision,
-        M=max(16, triton.next_power_of_2(N)), BLOCK_K=min(K, tiles.block_k), **sizes, **here,
+    ssd_tree_kernel[(H * (V // block_v), B)](
+        *inputs, steps.parents_BN, out_THV, *strides, N=N, E=E, G=G, H=H, K=K, V=V, DEPTH=steps.max_depth, CHAIN=steps.is_chain,
+        PRECISION=precision, M=max(16, triton.next_power_of_2(N)), GROUP=min(E, tiles.group), BLOCK_K=min(K, tiles.block_k),
+        BLOCK_V=block_v, num_warps=tiles.warps, **chained(y_TC.device),
     )  # fmt: skip
     return out_THV
 
