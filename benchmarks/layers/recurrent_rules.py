@@ -249,8 +249,7 @@ class Ssd(MeasuredRule):
         (64, 64, 4), (64, 64, 8), (64, 32, 8), (64, 128, 4), (64, 32, 4), (32, 64, 4), (32, 128, 4), (32, 32, 4), (32, 64, 2),
     )]  # fmt: skip
     on_hopper = [SsdHopperTiles(*each) for each in (
-        (0, 0), (0, 1), (0, 1, True), (128, 2, True), (168, 2, False, 4), (168, 2, False, 2), (168, 2, False, 8),
-        (168, 1, False, 4), (0, 2, False, 4),
+        (0, 0), (0, 1), (0, 1, True), (0, 2, True), (168, 1, True), (168, 2, True), (128, 2), (128, 2, True),
     )]  # fmt: skip
     chunk_tiles = [ChunkTiles(*each) for each in (
         (64, 64, 4, 2, 8), (64, 64, 4, 2, 4), (64, 64, 4, 3, 8), (64, 64, 8, 2, 8), (64, 32, 4, 3, 8), (64, 32, 4, 2, 8),
@@ -288,7 +287,11 @@ class Ssd(MeasuredRule):
         H, K = self.rule.value_heads, self.rule.key_width
         if nodes == 1:
             return step_tiles(rows, H, K)
-        return ssd_hopper_tiles(rows, nodes, memory) if takes_ssd(y_TC, memory, nodes) else ssd_tiles(rows, nodes, H, K)
+        return (
+            ssd_hopper_tiles(rows, nodes, H, self.rule.value_width)
+            if takes_ssd(y_TC, memory, nodes)
+            else ssd_tiles(rows, nodes, H, K)
+        )
 
     def tried_tiles(self, y_TC: Tensor, memory: RuleStates, nodes: int) -> Sequence[Any]:
         return [*super().tried_tiles(y_TC, memory, nodes), *(self.on_hopper if takes_ssd(y_TC, memory, nodes) else ())]

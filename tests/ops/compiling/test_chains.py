@@ -30,7 +30,6 @@ NEVER_WRITTEN = {  # by kernels: arguments that may be read through L1 before a 
     "rope_store": "table",  # rotations, also in the next three
     "single_query_attention": "norm table",
     "ssd_step": "bias weight",
-    "ssd_heads_hopper": "A_log D dt_bias",
     "ssd_tree_hopper": "A_log D dt_bias",
     "store_index": "table",
     "store_latent": "table",

@@ -10,7 +10,7 @@ from toolkit.sanitize.explained import ROOMS
 
 ROUTED = "tests/ops/products/experts/test_routed.py"
 RULE = "tests/ops/recurrent/test_rule_triton.py"
-SSD = "tests/ops/recurrent/test_ssd_triton.py"
+SSD = "tests/ops/recurrent/mamba/test_ssd_triton.py"
 KIMI = "tests/ops/recurrent/test_kimi_triton.py"
 
 CHOSEN: dict[str, list[str]] = {
@@ -98,12 +98,8 @@ CHOSEN: dict[str, list[str]] = {
         f"{SSD}::test_trees_equal_the_definition[sizes{at}]" for at in ("3-7-tree-6-dtype3", "5-32-tree-6-dtype5")
     ],
     "ssd_tree_hopper_kernel": [
-        f"tests/ops/recurrent/test_ssd_hopper.py::test_trees_equal_the_definition[{case}]"
+        f"tests/ops/recurrent/mamba/test_ssd_hopper.py::test_trees_equal_the_definition[{case}]"
         for case in ("heads of a group-7-chain-6-None", "two blocks of columns-20-tree-6-tiles5")
-    ],
-    "ssd_heads_hopper_kernel": [
-        "tests/ops/recurrent/test_ssd_hopper.py::test_several_heads_equal_the_definition[7-chain-6-sizes0-tiles0]",
-        "tests/ops/recurrent/test_ssd_hopper.py::test_several_heads_equal_the_definition[20-tree-40-sizes2-tiles2]",
     ],
     "ssd_step_kernel": [f"{SSD}::test_a_step_with_its_convolution_equals_the_definition[sizes1-False-2]"],
     "ssd_prepare_kernel": [f"{SSD}::test_parts_equal_the_definition[blocks of 32]"],

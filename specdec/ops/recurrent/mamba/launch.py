@@ -1,10 +1,11 @@
-"""Launches the two kernels of `ssd.chunk_outputs`.
+"""Launches the kernels of `ssd.chunk_outputs`.
 
 1. ssd_prepare_triton.py, a program for each block and some heads of a group: what needs no state.  With F_ij =
    exp(D_i - D_j), of the block's summed log-decays, it leaves A = the lower part of F_ij q_i k_j dt_j, with the head's own
    factor of x on its diagonal, and two factors a token.
 2. ssd_scan_triton.py, a program for each head and some columns of values, goes through the blocks one after the other:
-   out = faded q S + A x, S = faded S + k^T (faded dt x).  Its next blocks' loads run ahead.
+   out = faded q S + A x, S = faded S + k^T (faded dt x).  Its next blocks' loads run ahead.  Long parts are cut into stretches,
+   which take a launch more, and then run beside each other.
 
 Precision, of bfloat16: k, q and x are exact, and a float32 number beside one of them goes in as two bfloat16 halves, whose sum
 has 17 bits; A goes into outputs alone, and is rounded to bfloat16 as they are.  Of float16 and float32 everything is float32:
@@ -38,7 +39,7 @@ PROGRAMS, MOST_STRETCHES, SHORTEST = 2 * 132, 8, 512  # of the second kernel: wa
 def ssd_chunk_tiles(y_TC: Tensor, key_width: int) -> ChunkTiles:
     """What fits into shared memory; for the same reasons as `chunks.launch.chunk_tiles`.
 
-    On an H200, at Nemotron-3-Nano's widths, 8,192 tokens take 110 us and then 314 in one part, or 115 in four.
+    On an H200, at Nemotron-3-Nano's widths, 8,192 tokens take 110 us and then 174 in four stretches, or 319 in one.
     """
     if y_TC.dtype != torch.bfloat16:
         return WIDE

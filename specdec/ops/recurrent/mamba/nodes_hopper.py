@@ -1,4 +1,4 @@
-"""What Mamba-2's kernels for Hopper GPUs have in common: reading a tree's nodes, and what nodes have to do with each other.
+"""The parts of ssd_tree_hopper.py's kernel: reading a tree's nodes, and what they have to do with each other.
 
 Shapes: as of ssd_tree_hopper.py.
 """

@@ -1,11 +1,10 @@
-"""Which passes over trees the kernels for Hopper GPUs compute, ssd_tree_hopper.py's and ssd_heads_hopper.py's, in which tiles.
+"""Which passes over trees ssd_tree_hopper.py's kernel computes, and in which tiles.
 
-The kernels themselves are not imported here, because a Triton without Gluon can't.
+It runs on Hopper GPUs.  The kernel itself is not imported here, because a Triton without Gluon can't.
 """
 
 from __future__ import annotations
 
-from math import gcd
 from typing import NamedTuple
 
 import torch
@@ -24,28 +23,28 @@ class SsdHopperTiles(NamedTuple):
 
     slices: 0: the state is cut into parts of 16 bits before the wait; else its rows are, after it, in so many steps, for which
     fewer registers do.
-    at_once: whether the wait comes before the pending path is added, so that everything is loaded at once.
-    items: heads of a group (or halves of heads) that a program computes, by ssd_heads_hopper.py; 0: it computes one, by
-    ssd_tree_hopper.py, which alone has slices of 0, and at_once.
+    at_once: whether the wait comes before the pending path is added, so that everything is loaded at once.  It is for passes of
+    more programs than fit on a GPU, of which only the first ones have anything to wait for.
     """
 
     registers: int = 0
     slices: int = 0
     at_once: bool = False
-    items: int = 0
 
 
-def ssd_hopper_tiles(sequences: int, nodes: int, layer: RuleStates) -> SsdHopperTiles:
-    """The fastest of those that benchmarks/layers/recurrent.py tries, on an H200."""
-    (_, H, _, V), G = layer.state_PHKV.shape, layer.k_LNGK.shape[2]
-    items = H * V // 64
-    if sequences * items <= 2 * 132:  # programs, of which two fit on an SM
+def ssd_hopper_tiles(sequences: int, nodes: int, heads: int, width: int) -> SsdHopperTiles:
+    """The fastest of those that benchmarks/layers/recurrent.py tries, on an H200.  width: of values.
+
+    Microseconds at Nemotron-3-Nano's widths, and what their bytes take: 1 row of 6 nodes 3.5 (1.1), of 32 4.3 (1.4), 8 rows of
+    32 nodes 17 (11), 32 rows of 6 nodes 48 (34), of 32 62 (45), of 60 90 (58).
+    """
+    if sequences * heads * width // 64 <= 4 * 132:  # programs, of which two fit on an SM
         return SsdHopperTiles()
-    return SsdHopperTiles(168 if nodes <= 32 else 0, 2, items=gcd(items // G, 4))
+    return SsdHopperTiles(128, 2, True) if nodes <= 16 else SsdHopperTiles(0, 1, True)
 
 
 def takes(y_TC: Tensor, layer: RuleStates, nodes: int) -> bool:
-    """Whether they compute such a pass, on this GPU."""
+    """Whether the kernel computes such a pass, on this GPU."""
     K, V = layer.state_PHKV.shape[2:]
     aligned = y_TC.stride(0) % 16 == 0 and y_TC.data_ptr() % 16 == 0
     if not (y_TC.is_cuda and y_TC.dtype == torch.bfloat16 and 1 < nodes <= MOST and K == WIDTH and V % 64 == 0 and aligned):

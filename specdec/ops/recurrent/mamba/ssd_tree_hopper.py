@@ -42,7 +42,6 @@ from specdec.ops.recurrent.mamba.nodes_hopper import (
     two_parts,
     without_marks,
 )
-from specdec.ops.recurrent.mamba.ssd_heads_hopper import ssd_heads_hopper_kernel
 from specdec.ops.recurrent.mamba.ssd_hopper_tiles import SsdHopperTiles
 from specdec.ops.recurrent.shared_triton import softplus
 from specdec.ops.recurrent.ssd import SsdGates
@@ -210,16 +209,10 @@ def launch_ssd_tree_hopper(
     (_, H, K, V), G = layer.state_PHKV.shape, layer.k_LNGK.shape[2]
     memory = layer.state_PHKV, layer.k_LNGK, layer.u_LNHV, layer.decay_LNH
     limit = {"maxnreg": tiles.registers} if tiles.registers else {}
-    P, depth, items = max(16, triton.next_power_of_2(N)), steps.max_depth.bit_length(), H * (V // (16 * WARPS))
-    inputs = (
+    ssd_tree_hopper_kernel[(H * (V // (16 * WARPS)), B)](
         y_TC, *gates, *memory, steps.read_B, steps.write_B, steps.count_B, steps.path_BE, steps.parents_BN, out_THV,
-        y_TC.stride(0), gates.dt_TH.stride(0), *(each.stride(0) for each in memory),
+        y_TC.stride(0), gates.dt_TH.stride(0), *(each.stride(0) for each in memory), N=N, E=E, G=G, H=H, K=K, V=V,
+        STEPS=steps.max_depth.bit_length(), CHAIN=steps.is_chain, P=max(16, triton.next_power_of_2(N)),
+        GROUP=min(GROUP, triton.next_power_of_2(E)), SLICES=tiles.slices, AT_ONCE=tiles.at_once, num_warps=WARPS, **limit,
+        **chained(y_TC.device),
     )  # fmt: skip
-    sizes = {"N": N, "E": E, "G": G, "H": H, "K": K, "V": V, "STEPS": depth, "CHAIN": steps.is_chain, "P": P}
-    here = {"SLICES": tiles.slices, "num_warps": WARPS, **limit, **chained(y_TC.device)}
-    if tiles.items:
-        assert items // G % tiles.items == 0
-        ssd_heads_hopper_kernel[(items // tiles.items, B)](*inputs, **sizes, ITEMS=tiles.items, **here)
-    else:
-        group = min(GROUP, triton.next_power_of_2(E))
-        ssd_tree_hopper_kernel[(items, B)](*inputs, **sizes, GROUP=group, AT_ONCE=tiles.at_once, **here)

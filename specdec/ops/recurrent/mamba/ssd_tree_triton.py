@@ -6,7 +6,7 @@ wait: states and what nodes left are a round old.  What nodes have to do with ea
     out = exp(D) (q S) + A (dt x) + skip x        A_ij = (q_i . k_j) exp(D_i - D_j) on node i's path
 
 is small, so every program makes it again.  No program reads what another one of its launch writes.  Layers compute trees of one
-node otherwise (ssd_step_triton.py), and on Hopper GPUs most trees (ssd_tree_hopper.py, ssd_heads_hopper.py).
+node otherwise (ssd_step_triton.py), and on Hopper GPUs most trees (ssd_tree_hopper.py).
 
 Shapes: as of ssd.py; M: N, and 16 at least.
 """
@@ -141,7 +141,7 @@ def launch_ssd_tree(
     out_THV = y_TC.new_empty(B * N, H, V)
     if tiles is None:
         is_hopper = precision == PRECISION and takes(y_TC, layer, N)
-        tiles = ssd_hopper_tiles(B, N, layer) if is_hopper else ssd_tiles(B, N, H, K)
+        tiles = ssd_hopper_tiles(B, N, H, V) if is_hopper else ssd_tiles(B, N, H, K)
     if not B:
         return out_THV
     if isinstance(tiles, SsdHopperTiles):

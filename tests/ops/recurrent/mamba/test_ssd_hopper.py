@@ -32,6 +32,7 @@ def test_passes_that_the_kernel_takes() -> None:
         (20, "tree", 6, SsdHopperTiles(128, 2, True)),
         (32, "chain", 2, SsdHopperTiles(0, 2)),
         (33, "tree", 20, None),
+        (60, "tree", 6, SsdHopperTiles(0, 1, True)),
         (64, "chain", 6, SsdHopperTiles(168, 1, True)),
     ],
 )
@@ -49,34 +50,10 @@ def test_trees_equal_the_definition(sizes: Sizes, nodes: int, kind: str, before:
 
 @pytest.mark.gpu
 @needs_hopper
-@pytest.mark.parametrize(
-    ("nodes", "kind", "before", "sizes", "tiles"),
-    [
-        (7, "chain", 6, SIZES, SsdHopperTiles(168, 2, items=3)),
-        (32, "tree", 20, WIDE, SsdHopperTiles(168, 1, items=2)),
-        (20, "tree", 40, SIZES, SsdHopperTiles(168, 2, items=1)),
-        (64, "chain", 6, WIDE, SsdHopperTiles(0, 2, items=4)),
-        (33, "tree", 20, SIZES, SsdHopperTiles(0, 1, items=3)),
-        (16, "deep tree", 2, WIDE, SsdHopperTiles(0, 1, items=1)),
-    ],
-)
-def test_several_heads_equal_the_definition(
-    nodes: int, kind: str, before: int, sizes: Sizes, tiles: SsdHopperTiles
-) -> None:  # fmt: skip
-    """Keeps out: what is another head's, whose numbers lie where this one's have been; the rest of a long pending path."""
-    now = ssd_round(sizes, nodes, kind == "chain", torch.bfloat16, seed=nodes, before=before)
-    if kind == "deep tree":
-        now.steps.parents_BN[:, -2:] = 3
-    assert not check_trees(now, 1e-2, tiles).isnan().any()
-
-
-@pytest.mark.gpu
-@needs_hopper
-@pytest.mark.parametrize("items", [0, 3])
 @pytest.mark.parametrize("nodes", [8, 20])
 @pytest.mark.parametrize("broken", ["query", "key", "value", "step"])
-def test_a_broken_node_is_as_the_definition_has_it(broken: str, nodes: int, items: int) -> None:
+def test_a_broken_node_is_as_the_definition_has_it(broken: str, nodes: int) -> None:
     """Keeps out: a draft token that overflows and reaches a node beside it, through products or through the tensor cores."""
     now = ssd_round(SIZES, nodes, False, torch.bfloat16, seed=3, before=2)
     broken_in(now, SIZES, broken, 4)
-    assert check_trees(now, 1e-2, SsdHopperTiles(168, 2, items=items)).isnan().any()
+    assert check_trees(now, 1e-2).isnan().any()
