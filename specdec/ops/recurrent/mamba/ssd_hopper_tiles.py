@@ -38,7 +38,7 @@ def ssd_hopper_tiles(sequences: int, nodes: int, heads: int, width: int) -> SsdH
     Microseconds at Nemotron-3-Nano's widths, and what their bytes take: 1 row of 6 nodes 3.5 (1.1), of 32 4.3 (1.4), 8 rows of
     32 nodes 17 (11), 32 rows of 6 nodes 48 (34), of 32 62 (45), of 60 90 (58).
     """
-    if sequences * heads * width // 64 <= 4 * 132:  # programs, of which two fit on an SM
+    if sequences * heads * width // 64 <= 4 * 132:  # programs: about as many as an H200 runs in two turns
         return SsdHopperTiles()
     return SsdHopperTiles(128, 2, True) if nodes <= 16 else SsdHopperTiles(0, 1, True)
 
