@@ -62,8 +62,9 @@ def mamba_layers() -> None:
             gated_norm(x, z, weight, 1e-5, MAMBA if size == 128 else FALCON)
             gated_norm(x.view(T, heads, 64), z.view(T, heads, 64), halves(64), 1e-5, KIMI)
             gated_output(x.view(T, 1, -1), z.view(T, 1, -1), silu=True)
-        chunk = ChunkSteps(ids(4), ids(4), counts(5), ids(4), counts(4), 8192)
-        ssd.chunk_outputs(halves(8192, channels), SsdGates(halves(8192, heads), *weights), memory, chunk)
+        for B in (1, 4):  # one part is cut into stretches
+            chunk = ChunkSteps(ids(B), ids(B), counts(B + 1), ids(B), counts(B), 8192)
+            ssd.chunk_outputs(halves(8192, channels), SsdGates(halves(8192, heads), *weights), memory, chunk)
 
 
 def kimi_layers() -> None:
