@@ -1,4 +1,4 @@
-"""Finds and opens the drafter that a caller names: a kind with a name by it, a head by its folder or hub id, or several sources."""
+"""Finds and opens what a caller names to draft: a kind by its name, a head by its folder or hub id, or several sources."""
 
 from __future__ import annotations
 

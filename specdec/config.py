@@ -61,7 +61,7 @@ class SpecConfig:
         else:
             nd = checks.require_int("num_draft_tokens", num_draft_tokens, 2, 1024)
         if max_depth is not None:
-            depth = self._checked_depth(S, nd, most, max_depth)
+            depth = self._checked_depth(S, k, nd, max_depth)
             checks.store(self, num_steps=S, topk=k, num_draft_tokens=nd, max_depth=depth)
             return
         if k == 1 and nd != most and S != "auto":
@@ -84,14 +84,19 @@ class SpecConfig:
         checks.store(self, num_steps=S, topk=k, num_draft_tokens=nd, max_depth=None)
 
     @staticmethod
-    def _checked_depth(S: int | Literal["auto"], nd: int, most: int, max_depth: int) -> int:
-        """max_depth beside the other three numbers.  most: nodes that the drafter can give.  ValueError if it does not fit."""
+    def _checked_depth(S: int | Literal["auto"], k: int, nd: int, max_depth: int) -> int:
+        """max_depth beside the other three numbers.  ValueError if they do not fit."""
         if S == "auto":
             raise ValueError(
                 f"max_depth must be None with num_steps='auto', which chooses among trees of a drafter alone, got {max_depth}; "
                 "nearest setting that works: num_steps=5"
             )
-        deepest = min(nd - 1, MAX_STEPS)
+        most, deepest = _candidates(S, k) + 1, min(nd - 1, MAX_STEPS)
+        if k == 1 and nd < most:
+            raise ValueError(
+                f"num_draft_tokens must be at least num_steps + 1 = {most} when topk=1 (the drafter's chain and its root), got {nd}; "
+                f" nearest setting that works: num_draft_tokens={most}"
+            )
         depth = checks.require_int("max_depth", max_depth, min(S, deepest), deepest)
         if nd > most and depth < nd - 1:
             raise ValueError(

@@ -4,15 +4,13 @@ What the drafter proposes comes as a tree with scores, or as a chain without any
 matches is.  The text's matches are what an n-gram drafter finds.  Nothing is kept by row but what a round leaves for its own
 extend.
 
-Shapes: B sequences, P paths of each, D tokens of a path, E emitted tokens of a row with padding, T tokens of ragged prompts.
+Shapes: B sequences, P paths of each, D tokens of a path, T tokens of ragged prompts, F features.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from specdec.batch.emitted import NewTokens
@@ -22,20 +20,12 @@ from specdec.batch.tree import DraftTree
 from specdec.config import SpecConfig
 from specdec.draft.drafter import Drafter, DrafterContext, DraftModel, DraftNeeds, Impression
 from specdec.draft.join.join import joined_tree
-from specdec.draft.join.survival import CHAIN, FIRST, OTHER, Survival
-from specdec.draft.ngram.lookup import PagedTexts, continuations, find_matches
+from specdec.draft.join.paths import Paths, find_paths
+from specdec.draft.join.survival import Survival
+from specdec.draft.ngram.lookup import PagedTexts
 from specdec.draft.ngram.store import ENTRY_BYTES, TokenStore
 from specdec.models.target import Target
-from specdec.ops.index import kept
 from specdec.steps import Needs
-
-MATCHES = 2  # paths from a text's own matches
-
-
-@kept
-def _classes(device: torch.device) -> Tensor:
-    """[P] int64: of the matches' paths, and of a drafter's chain."""
-    return torch.tensor([FIRST] + [OTHER] * (MATCHES - 1) + [CHAIN], dtype=torch.int64, device="cpu").to(device)
 
 
 class JoinedModel(DraftModel):
@@ -102,32 +92,18 @@ class JoinedDrafter(Drafter):
         self.caches = (*drafter.caches, self.store)
         self.survival = Survival(context.device)
         depth = max(shape.levels for shape in context.shapes)
-        # What a round's draft proposed, for the same round's extend.
-        self.tokens_RPD = torch.zeros(context.rows, MATCHES + 1, depth, dtype=torch.int64, device=context.device)
-        self.lengths_RP = torch.zeros(context.rows, MATCHES + 1, dtype=torch.int64, device=context.device)
+        self.paths = Paths.empty(context.rows, depth, context.device)  # of a round's draft, for the same round's extend
 
     def draft(self, state: BatchState, spec: SpecConfig, needs: Needs) -> DraftTree:
         tree = self.drafter.draft(state, spec.of_drafter, needs)
         text = PagedTexts(self.store.tokens_N, state.pages, state.lens_B, self.span)
-        matches = find_matches(text, MATCHES)
-        tokens_BPD, lengths_BP = self._proposed(state.rows)
-        tokens_BPD.fill_(-1)  # which is no token
-        tokens_BPD[:, :MATCHES, : spec.levels] = continuations(text, matches, spec.levels)
-        lengths_BP[:, :MATCHES] = matches.lengths_BM.clamp(min=0)
-        if tree.scores_BN is None:
-            assert tree.is_chain, "a drafter that branches has scores"
-            tokens_BPD[:, MATCHES, : tree.max_depth] = tree.tokens_BN[:, 1:]
-        steps_BPD = self.survival.log_rates(_classes(text.lens_B.device), lengths_BP, spec.levels)
-        if tree.scores_BN is None:
-            chain_BS = steps_BPD[:, MATCHES, : tree.max_depth].cumsum(-1)
-            tree = replace(tree, scores_BN=torch.cat((torch.zeros_like(chain_BS[:, :1]), chain_BS), dim=1))
-        paths = tokens_BPD[:, :MATCHES, : spec.levels], steps_BPD[:, :MATCHES]
-        return joined_tree(tree, *paths, spec.num_draft_tokens)
+        paths = self.paths.narrow(state.rows)
+        steps_BPD = find_paths(text, tree, self.survival, spec.levels, paths)
+        return joined_tree(tree, paths.tokens_BPD, steps_BPD, spec.num_draft_tokens)
 
     def extend(self, state: BatchState, needs: Needs, new: NewTokens) -> None:
         self.drafter.extend(state, needs, new)
-        tokens_BPD, lengths_BP = self._proposed(state.rows)
-        self.survival.learn(tokens_BPD, _classes(tokens_BPD.device), lengths_BP, new, state.active_B)
+        self.survival.learn(*self.paths.narrow(state.rows), new, state.active_B)
         self._learn(state, new)
 
     def prefill(self, state: BatchState, needs: Needs, prompts: RaggedPrompts, first_B: Tensor, features_TF: Tensor) -> None:
@@ -150,9 +126,6 @@ class JoinedDrafter(Drafter):
 
     def clear_rows(self, rows_R: Tensor) -> None:
         self.drafter.clear_rows(rows_R)
-
-    def _proposed(self, rows: int) -> Sequence[Tensor]:
-        return self.tokens_RPD[:rows], self.lengths_RP[:rows]
 
     def _learn(self, state: BatchState, new: NewTokens) -> None:
         """Writes what the texts have grown by; padding comes after the text's end, where nobody reads."""
