@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from specdec.checks import nearest_name
 from specdec.draft.formats.open import HowToRead
-from specdec.draft.kind import OpenDrafter
+from specdec.draft.kind import SUFFIX, Draft, OpenDrafter
 from specdec.draft.kinds import KINDS, all_kinds, kind_of
 from specdec.draft.load import HeadDrafter
 from specdec.models.checkpoints.checkpoint import resolve_folder
@@ -16,8 +16,6 @@ from specdec.models.checkpoints.mistaken import refuse_itself
 from specdec.models.config import ModelConfig
 from specdec.options import EngineOptions
 
-SUFFIX = "suffix"  # how a list of sources spells matches in the request's own text
-Draft = str | Path | Sequence[str | Path] | None  # how a caller names a drafter, or several sources
 HEADS_ONLY = ("draft_format", "draft_pickle", "draft_quantize", "beyond_trained")  # options that say how a head is read
 
 
@@ -45,12 +43,12 @@ def find_drafter(draft: Draft, options: EngineOptions) -> str | Path | Joined | 
     A folder that is called as a kind is named with its path: "./ngram".  ValueError or TypeError if there is no such drafter,
     or for an option that would do nothing.
     """
-    if isinstance(draft, list | tuple):
-        main = _joined(draft)
-        found = find_drafter(main, options)
+    if isinstance(draft, list | tuple) or draft == SUFFIX:
+        sources = [draft] if isinstance(draft, str) else list(draft)
+        found = find_drafter(_joined(sources), options)
         assert isinstance(found, str | Path)
-        return found if len(draft) == 1 else Joined(found)
-    assert not isinstance(draft, Sequence) or isinstance(draft, str)
+        return found if len(sources) == 1 else Joined(found)
+    assert draft is None or isinstance(draft, str | Path)
     if draft is None or kind_of(draft):
         refuse_idle(options, draft)
         return draft

@@ -94,8 +94,8 @@ class SpecConfig:
         most, deepest = _candidates(S, k) + 1, min(nd - 1, MAX_STEPS)
         if k == 1 and nd < most:
             raise ValueError(
-                f"num_draft_tokens must be at least num_steps + 1 = {most} when topk=1 (a chain and its root), got {nd}; nearest "
-                f"setting that works: num_draft_tokens={most}"
+                f"num_draft_tokens must be at least num_steps + 1 = {most} when topk=1 (a chain and its root), got {nd}; "
+                f"nearest setting that works: num_draft_tokens={most}"
             )
         depth = checks.require_int("max_depth", max_depth, min(S, deepest), deepest)
         if nd > most and depth < nd - 1:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from specdec.checks import require_bool
 from specdec.config import SamplingParams, SpecConfig
-from specdec.draft.find import Draft
+from specdec.draft.kind import Draft
 from specdec.engine.request import Request
 from specdec.generation import Chunk, Generation
 from specdec.loaded import LoadedDecoder, per_prompt

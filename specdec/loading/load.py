@@ -20,8 +20,8 @@ import torch
 from specdec.attention.needs import architecture_of
 from specdec.config import SpecConfig
 from specdec.draft.drafter import DraftModel
-from specdec.draft.find import Draft, find_drafter, open_drafter
-from specdec.draft.kind import OpenDrafter
+from specdec.draft.find import find_drafter, open_drafter
+from specdec.draft.kind import Draft, OpenDrafter
 from specdec.loading.resolve import EngineSettings, choose_attention, resolve_settings
 from specdec.loading.threads import allowed_threads, threads_for, using_threads
 from specdec.models.checkpoints.checkpoint import Checkpoint, resolve_target

@@ -15,7 +15,7 @@ import torch
 from specdec.attention.needs import architecture_of
 from specdec.config import SpecConfig
 from specdec.draft.drafter import DraftModel
-from specdec.draft.find import Draft
+from specdec.draft.kind import Draft
 from specdec.loading.load import check_pair, load_pair, require_spec, warn_of_slow_weights
 from specdec.loading.resolve import EngineSettings
 from specdec.models.config import ModelConfig
