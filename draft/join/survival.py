@@ -35,17 +35,19 @@ def prior_rates(device: torch.device) -> Tensor:
     """[C, L, G] float32.  Where the first tokens of a match were right the next ones mostly are: each group of depths halves
     what is missing to 1.
     """
-    by_length_L = torch.tensor(PRIOR, device="cpu")
-    missing_CLG = (1 - torch.stack((by_length_L, 0.8 * by_length_L)))[..., None] * 0.5 ** torch.arange(4, device="cpu")
-    chain_1LG = torch.full((1, LENGTHS, len(FIRST_DEPTHS)), 1 - CHAIN_PRIOR, device="cpu")
+    by_length_L = torch.tensor(PRIOR, dtype=torch.float32, device="cpu")
+    halves_G = 0.5 ** torch.arange(len(FIRST_DEPTHS), dtype=torch.float32, device="cpu")
+    missing_CLG = (1 - torch.stack((by_length_L, 0.8 * by_length_L)))[..., None] * halves_G
+    chain_1LG = torch.full((1, LENGTHS, len(FIRST_DEPTHS)), 1 - CHAIN_PRIOR, dtype=torch.float32, device="cpu")
     return (1 - torch.cat((missing_CLG, chain_1LG))).to(device)
 
 
 @kept
 def groups_of(depth: int, device: torch.device) -> Tensor:
     """[D] int64: the group of each depth."""
-    depths_D = torch.arange(depth, device="cpu")
-    return (depths_D[:, None] >= torch.tensor(FIRST_DEPTHS, device="cpu")).sum(1).sub(1).to(device)
+    depths_D = torch.arange(depth, dtype=torch.int64, device="cpu")
+    first_G = torch.tensor(FIRST_DEPTHS, dtype=torch.int64, device="cpu")
+    return (depths_D[:, None] >= first_G).sum(1).sub(1).to(device)
 
 
 @kept
