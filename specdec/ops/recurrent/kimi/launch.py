@@ -1,7 +1,7 @@
 """Launches the kernels of `kimi_delta.tree_outputs` and `kimi_delta.chunk_outputs`.
 
-Trees: one launch for trees of one node (step_triton.py), two for others (nodes_triton.py, rule_triton.py).  Parts of prompts:
-two, as in chunks/launch.py:
+Trees: one launch for trees of one node (step_triton.py), two for others (nodes_triton.py, rule_triton.py), but on Hopper GPUs
+mostly one (rule_hopper.py).  Parts of prompts: two, as in chunks/launch.py:
 
 1. prepare_triton.py, a program for each block and head, solves (1 + strictly lower part of beta_i kk_ij), kk_ij the product of
    keys as faded as i sees j.  With T its inverse times beta_j, and D the log-decays summed from the block's beginning on, it
@@ -40,6 +40,7 @@ from specdec.ops.recurrent.kimi.step_triton import kimi_step_kernel
 from specdec.ops.recurrent.kimi_delta import KimiGates
 from specdec.ops.recurrent.shared_triton import PRECISION
 from specdec.ops.recurrent.states import ChunkSteps, RuleStates, TreeSteps, lie_whole
+from specdec.ops.recurrent.trees.hopper_tiles import HopperTiles, takes
 
 RESERVED = 12 << 10  # bytes of shared memory beside the stages
 
@@ -90,6 +91,11 @@ def kimi_tiles(sequences: int, nodes: int, heads: int) -> KimiTiles:
     return KimiTiles(32, 32, 8, 8)
 
 
+def kimi_hopper_tiles(sequences: int, nodes: int, heads: int, width: int) -> HopperTiles:
+    """Of rule_hopper.py.  width: of values."""
+    return HopperTiles(8) if nodes > 32 or sequences * heads * width // 64 > 2 * 132 else HopperTiles(4)
+
+
 def kimi_chunk_tiles(y_TC: Tensor, width: int) -> KimiChunkTiles:
     """What fits into shared memory.  On GPUs other than Hopper's, blocks are of 32 tokens: see `chunks.launch.chunk_tiles`."""
     if y_TC.dtype != torch.bfloat16:
@@ -108,9 +114,9 @@ def stage_bytes(tiles: KimiChunkTiles, width: int) -> int:
 
 def launch_kimi_trees(
     y_TC: Tensor, gates: KimiGates, layer: RuleStates, steps: TreeSteps, precision: str = PRECISION,
-    tiles: KimiTiles | None = None,
+    tiles: KimiTiles | HopperTiles | None = None,
 ) -> Tensor:  # fmt: skip
-    """`kimi_delta.tree_outputs`: [T, H, V].  precision: of products: "tf32x3" or "ieee"."""
+    """`kimi_delta.tree_outputs`: [T, H, V].  precision: of Triton's products: "tf32x3" or "ieee"."""
     (B, N), E = steps.parents_BN.shape, steps.path_BE.shape[1]
     _, H, K, V = layer.state_PHKV.shape
     check_kimi(y_TC, gates, layer)
@@ -118,8 +124,16 @@ def launch_kimi_trees(
     assert len(y_TC) == B * N and N <= layer.k_LNGK.shape[1]
     for left, width in ((layer.k_LNGK, K), (layer.u_LNHV, V), (layer.decay_LNH, K)):
         assert left.dtype == torch.float32 and left[0].is_contiguous() and left.shape[2:] == (H, width)
-    out_THV, tiles = y_TC.new_empty(B * N, H, V), tiles or kimi_tiles(B, N, H)
+    out_THV = y_TC.new_empty(B * N, H, V)
     if not B:
+        return out_THV
+    if tiles is None:
+        is_hopper = precision == PRECISION and takes(y_TC, layer, N)
+        tiles = kimi_hopper_tiles(B, N, H, V) if is_hopper else kimi_tiles(B, N, H)
+    if isinstance(tiles, HopperTiles):
+        from specdec.ops.recurrent.kimi.rule_hopper import launch_kimi_trees_hopper
+
+        launch_kimi_trees_hopper(y_TC, gates, layer, steps, out_THV, tiles)
         return out_THV
     block_v, group, here = min(V, tiles.block_v), min(E, tiles.group), chained(y_TC.device)
     memory = layer.state_PHKV, layer.k_LNGK, layer.u_LNHV, layer.decay_LNH

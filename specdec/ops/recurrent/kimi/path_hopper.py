@@ -1,0 +1,96 @@
+"""The pending path in Kimi's rule on Hopper GPUs: as trees/state_hopper.py adds it, but that each channel fades by itself.
+
+It also cuts a state into halves of 16 bits for the tensor cores: rule_hopper.py says why two do.
+
+Shapes: as of trees/state_hopper.py.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from specdec.ops.hopper import barrier
+from specdec.ops.recurrent.chunks.prepare_triton import halves
+
+
+@gluon.jit
+def with_kimi_path(
+    raw_SKV, k_left, u_left, decay_left, path, accepted, E: gl.constexpr, H: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
+    GROUP: gl.constexpr, layout: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """The state with what the pending path adds.  The pointers: at their number, head and first column.
+
+    All loads for the first GROUP nodes are on their way before the state is needed.
+    """
+    rows: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [num_warps, 1], [1, 0])
+    smem = gl.allocate_shared_memory(gl.float32, [GROUP, K], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    fading_smem = gl.allocate_shared_memory(gl.float32, [K], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    k_K = gl.arange(0, K, gl.SliceLayout(0, rows))
+    end = gl.load(path + accepted - 1, mask=accepted > 0, other=0, cache_modifier=".cg")
+    last_K = gl.load(decay_left + end * (H * K) + k_K, mask=(k_K >= 0) & (accepted > 0), other=0.0, cache_modifier=".cg")
+    left = _read_path(k_left, u_left, decay_left, path, 0, accepted, H, K, V, GROUP, 16 * num_warps, layout, rows)
+    fading_smem.store(gl.exp(last_K))
+    smem.store(_faded_keys(left, last_K))
+    barrier()
+    fading = fading_smem._reinterpret(gl.float32, [K // 16, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    state_SKV = raw_SKV * fading.load(gl.SliceLayout(2, layout))[:, :, None]
+    state_SKV = _add_path(state_SKV, left, smem, K, GROUP, layout)
+    if E > GROUP:
+        for first in range(GROUP, accepted, GROUP):
+            left = _read_path(k_left, u_left, decay_left, path, first, accepted, H, K, V, GROUP, 16 * num_warps, layout, rows)
+            barrier()
+            smem.store(_faded_keys(left, last_K))
+            barrier()
+            state_SKV = _add_path(state_SKV, left, smem, K, GROUP, layout)
+    return state_SKV
+
+
+@gluon.jit
+def _read_path(
+    k_left, u_left, decay_left, path, first, accepted, H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, GROUP: gl.constexpr,
+    BLOCK_V: gl.constexpr, layout: gl.constexpr, rows: gl.constexpr,
+):  # fmt: skip
+    """(u [V] each, keys and log-decays [GROUP, K]) of GROUP accepted nodes from number `first` on.
+
+    Zeros, and infinite decays, where none is accepted.
+    """
+    e_E, k_K = gl.arange(0, GROUP, gl.SliceLayout(1, rows)), gl.arange(0, K, gl.SliceLayout(0, rows))
+    v_V = gl.arange(0, BLOCK_V, gl.SliceLayout(0, gl.SliceLayout(0, layout)))
+    ok_E = first + e_E < accepted
+    node_E = gl.load(path + first + e_E, mask=ok_E, other=0, cache_modifier=".cg")
+    nodes, added = (), ()
+    for e in gl.static_range(GROUP):
+        nodes = nodes + (gl.load(path + first + e, mask=first + e < accepted, other=0, cache_modifier=".cg"),)  # type: ignore[assignment]
+    at_EK, ok_E1 = (node_E * (H * K))[:, None] + k_K[None, :], ok_E[:, None]
+    key_EK = gl.load(k_left + at_EK, mask=ok_E1, other=0.0, cache_modifier=".cg")
+    decay_EK = gl.load(decay_left + at_EK, mask=ok_E1, other=float("inf"), cache_modifier=".cg")
+    for e in gl.static_range(GROUP):
+        ok = first + e < accepted
+        added = added + (gl.load(u_left + nodes[e] * (H * V) + v_V, mask=ok, other=0.0, cache_modifier=".cg"),)  # type: ignore[assignment]
+    return added, key_EK, decay_EK
+
+
+@gluon.jit
+def _faded_keys(left, last_K):
+    """Keys of those nodes, as faded as the end of the path sees them."""
+    _, key_EK, decay_EK = left
+    return key_EK * gl.exp(last_K[None, :] - decay_EK)
+
+
+@gluon.jit
+def _add_path(state_SKV, left, smem, K: gl.constexpr, GROUP: gl.constexpr, layout: gl.constexpr):
+    keys = smem._reinterpret(gl.float32, [GROUP, K // 16, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    for e in gl.static_range(GROUP):
+        key_SK = keys.index(e).load(gl.SliceLayout(2, layout))
+        state_SKV += key_SK[:, :, None] * left[0][e][None, :][None, :, :]
+    return state_SKV
+
+
+@gluon.jit
+def cut_in_halves(state_SKV, products_layout: gl.constexpr, num_warps: gl.constexpr):
+    """Two parts of 16 bits, each as the tensor cores' left operand [V, K]: see `state_hopper.states_layout`."""
+    K: gl.constexpr = 16 * state_SKV.shape[0]
+    ordered = gl.permute(gl.reshape(state_SKV, [K, num_warps, 8, 2]), (1, 3, 2, 0))
+    left: gl.constexpr = gl.DotOperandLayout(0, products_layout, 2)
+    return halves(gl.convert_layout(gl.reshape(ordered, [16 * num_warps, K]), left, assert_trivial=True))
