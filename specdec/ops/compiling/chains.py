@@ -164,6 +164,7 @@ GROUPS = (
             "kimi_nodes": "parents",
             "kimi_prepare": "",
             "kimi_rule": "count decay_left k_left path read state u_left",
+            "kimi_rule_hopper": "A_log count decay_left dt_bias k_left parents path read state u_left",
             "kimi_scan": "",
             "kimi_step": "count decay_left k_left path read state u_left",
             "step_rule": "count decay_left k_left path read state u_left",

@@ -103,6 +103,10 @@ CHOSEN: dict[str, list[str]] = {
     "kimi_step_kernel": [f"{KIMI}::test_trees_equal_the_definition[sizes1-1-chain-6-dtype1]"],
     "kimi_nodes_kernel": [f"{KIMI}::test_trees_equal_the_definition[sizes4-32-chain-2-dtype4]"],
     "kimi_rule_kernel": [f"{KIMI}::test_trees_equal_the_definition[sizes3-7-tree-6-dtype3]"],
+    "kimi_rule_hopper_kernel": [
+        "tests/ops/recurrent/test_kimi_hopper.py::test_trees_equal_the_definition[7-chain-6-None]",
+        "tests/ops/recurrent/test_kimi_hopper.py::test_trees_equal_the_definition[32-tree-6-tiles5]",
+    ],
     "kimi_prepare_kernel": [f"{KIMI}::test_parts_equal_the_definition[blocks of 32]"],
     "kimi_scan_kernel": [],
     "gated_norm_kernel": [

@@ -1,9 +1,9 @@
 """What a tree's nodes have to do with each other in Kimi's rule, on Hopper GPUs: the parts of rule_hopper.py's kernel that no
 state enters.
 
-A lane holds a node, with some of its channels, so that what a node sees of its parent is one shuffle away.  Pairs are walked, as
-in pairs_triton.py: what node i sees of its d-th ancestor's key is what its parent sees of its (d - 1)-th ancestor's, once more
-faded.  Nothing but products of factors of 1 at most, whatever the decays are.
+A lane holds a node, with some of its channels, so that what a node sees of its parent is one shuffle away.  Pairs are walked,
+as in pairs_triton.py: what node i sees of its d-th ancestor's key is what its parent sees of its (d - 1)-th ancestor's, once
+more faded.  No factor is above 1, whatever the decays are.
 
 Shapes: as of rule_hopper.py; L: ancestors that are looked at before their products are gathered; X: parts of a node's channels.
 """
