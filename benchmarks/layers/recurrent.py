@@ -10,9 +10,9 @@ Nemotron-3-Nano's (recurrent_rules.py).  Times are medians of replays of CUDA gr
 own, so that none lies in the L2 cache.  The limit is the time to move at 4.48 TB/s one read and one write of each row's state,
 the nodes' inputs and outputs, what PENDING of the nodes before have left, and what the nodes leave; of a prompt, the state and
 the tokens' inputs and outputs.  --all tries other tiles: choose from them those of trees (of gated, `tree_tiles` in
-specdec/ops/recurrent/trees/rule_triton.py and `hopper_tiles` beside it; `kimi_tiles` in kimi/launch.py, `ssd_tiles` in
-mamba/ssd_tree_triton.py), those of parts (chunks/launch.py, kimi/launch.py, mamba/launch.py), and ONE, CHAIN, TREE, CHUNK
-(conv_triton.py).
+specdec/ops/recurrent/trees/rule_triton.py and `hopper_tiles` beside it; `kimi_tiles` and `kimi_hopper_tiles` in
+kimi/launch.py, `ssd_tiles` in mamba/ssd_tree_triton.py), those of parts (chunks/launch.py, kimi/parts/launch.py,
+mamba/launch.py), and ONE, CHAIN, TREE, CHUNK (conv_triton.py).
 
 Shapes: B rows, N nodes.
 """
