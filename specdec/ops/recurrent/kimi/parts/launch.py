@@ -51,6 +51,7 @@ class KimiChunkTiles(NamedTuple):
     prepare_warps: int = 4
     block_k: int = 32
     search: int = 32
+    hopper: int = 0
 
 
 HOPPER, ELSEWHERE, WIDE = KimiChunkTiles(), KimiChunkTiles(32, 32, 4, 2), KimiChunkTiles(32, 32, 8, 1, 8)
@@ -110,6 +111,15 @@ def launch_kimi_prepare(
         y_TC.new_empty(1 + is_short, H, rows, K, dtype=dtype), y_TC.new_empty(H, rows, V, dtype=torch.float32),
         y_TC.new_empty(H, rows, N, dtype=dtype), y_TC.new_empty(H, most_blocks, K, dtype=torch.float32),
     )  # fmt: skip
+    if tiles.hopper:
+        from specdec.ops.recurrent.kimi.parts.prepare_hopper import kimi_prepare_hopper_kernel
+
+        limit = {"maxnreg": tiles.hopper} if tiles.hopper > 1 else {}
+        kimi_prepare_hopper_kernel[(H, most_blocks)](
+            y_TC, *gates, steps.cu_B1, steps.after_B, *prepared, B, rows, y_TC.stride(0), gates.a_TC.stride(0),
+            gates.b_TH.stride(0), H=H, K=K, V=V, N=N, SEARCH=tiles.search, num_warps=8, **limit, **chained(y_TC.device),
+        )  # fmt: skip
+        return prepared
     kimi_prepare_kernel[(H, most_blocks)](
         y_TC, *gates, steps.cu_B1, steps.after_B, *prepared, B, rows, y_TC.stride(0), gates.a_TC.stride(0),
         gates.b_TH.stride(0), H=H, K=K, V=V, PRECISION=PRECISION, BLOCK_N=N, LOG_N=N.bit_length() - 1,
