@@ -61,6 +61,8 @@ def test_tiles_cut_heads_evenly() -> None:
         (17, "chain", 20, HopperTiles(8, 0, 0, 4)),
         (32, "tree", 6, HopperTiles(4)),
         (32, "tree", 6, HopperTiles(8)),
+        (32, "tree", 20, HopperTiles(8, 128, 1)),
+        (6, "chain", 6, HopperTiles(8, 128, 1)),
         (20, "tree", 6, HopperTiles(4, 168)),
         (32, "chain", 2, None),
         (33, "tree", 20, None),

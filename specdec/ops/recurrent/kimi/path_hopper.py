@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 from specdec.ops.hopper import barrier
 from specdec.ops.recurrent.chunks.prepare_triton import halves
@@ -94,3 +95,12 @@ def cut_in_halves(state_SKV, products_layout: gl.constexpr, num_warps: gl.conste
     ordered = gl.permute(gl.reshape(state_SKV, [K, num_warps, 8, 2]), (1, 3, 2, 0))
     left: gl.constexpr = gl.DotOperandLayout(0, products_layout, 2)
     return halves(gl.convert_layout(gl.reshape(ordered, [16 * num_warps, K]), left, assert_trivial=True))
+
+
+@gluon.jit
+def multiplied_halves(parts, high_smem, low_smem, products_VR):
+    """Products with rows in two halves, at which the tensor cores may still be at work.  products_VR: zeros."""
+    high_KR, low_KR = high_smem.permute((1, 0)), low_smem.permute((1, 0))
+    products_VR = warpgroup_mma(parts[1], high_KR, products_VR, use_acc=False, is_async=True)
+    products_VR = warpgroup_mma(parts[0], low_KR, products_VR, is_async=True)
+    return warpgroup_mma(parts[0], high_KR, products_VR, is_async=True)

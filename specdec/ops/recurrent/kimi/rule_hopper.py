@@ -6,7 +6,8 @@ cores multiply the state with keys and queries that are faded already, each chan
 both go into products as two halves whose sum has 17, and the product of the two lower halves is left out.  All other sums and
 products are float32's own.
 
-The first half comes before the wait, as in rule_triton.py: the state and what nodes left are a round old (path_hopper.py).
+The first half comes before the wait, as in rule_triton.py: the state and what nodes left are a round old (path_hopper.py).  Or
+the state is read last of all (LATE), so that few registers do, and an SM has two programs, one of which waits for memory.
 
 Shapes: as of kimi_delta.py; P: nodes that there is room for; W: 2, keys and queries; R: 2 P, keys, then queries.
 """
@@ -17,7 +18,7 @@ import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma_wait
 
 from specdec.ops.hopper import barrier, gdc_launch_dependents, gdc_wait
 from specdec.ops.launch import chained
@@ -33,7 +34,7 @@ from specdec.ops.recurrent.kimi.nodes_hopper import (
     walked,
     walks_layout,
 )
-from specdec.ops.recurrent.kimi.path_hopper import cut_in_halves, with_kimi_path
+from specdec.ops.recurrent.kimi.path_hopper import cut_in_halves, multiplied_halves, with_kimi_path
 from specdec.ops.recurrent.kimi_delta import KimiGates
 from specdec.ops.recurrent.shared_triton import EPS, log_decays, strengths
 from specdec.ops.recurrent.states import RuleStates, TreeSteps
@@ -58,7 +59,7 @@ def kimi_rule_hopper_kernel(
     stride_y, stride_a, stride_b, stride_state, stride_k, stride_u, stride_decay,
     N: gl.constexpr, E: gl.constexpr, H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, STEPS: gl.constexpr,
     DEPTH: gl.constexpr, CHAIN: gl.constexpr, P: gl.constexpr, GROUP: gl.constexpr, LEVELS: gl.constexpr, TURNS: gl.constexpr,
-    PDL: gl.constexpr, num_warps: gl.constexpr,
+    LATE: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     BLOCK_V: gl.constexpr = 16 * num_warps
     BLOCKS: gl.constexpr = V // BLOCK_V
@@ -67,11 +68,13 @@ def kimi_rule_hopper_kernel(
     of_state: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, 2 * P, 16])
     number, accepted = gl.load(read + row, cache_modifier=".cg"), gl.load(count + row, cache_modifier=".cg")
     to_state_SKV = state_pointers(state + h * K * V + first_v, K, V, states)
-    raw_SKV = gl.load(to_state_SKV + number * stride_state, cache_modifier=".cg")
-    state_SKV = with_kimi_path(
-        raw_SKV, k_left + number * stride_k + h * K, u_left + number * stride_u + h * V + first_v,
-        decay_left + number * stride_decay + h * K, path + row * E, accepted, E, H, K, V, GROUP, states, num_warps,
-    )  # fmt: skip
+    from_state_SKV, from_k = to_state_SKV + number * stride_state, k_left + number * stride_k + h * K
+    from_u, from_decay = u_left + number * stride_u + h * V + first_v, decay_left + number * stride_decay + h * K
+    if not LATE:
+        raw_SKV = gl.load(from_state_SKV, cache_modifier=".cg")
+        state_SKV = with_kimi_path(
+            raw_SKV, from_k, from_u, from_decay, path + row * E, accepted, E, H, K, V, GROUP, states, num_warps
+        )  # fmt: skip
     bits_P, above = ancestors(parents + row * N, N, STEPS, CHAIN, P, num_warps)
     depth_P = along_paths(bits_P.to(gl.int32) * 0 + 1, above)
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [num_warps, 1], [1, 0])
@@ -90,8 +93,10 @@ def kimi_rule_hopper_kernel(
     b_P = gl.load(b + row * N * stride_b + h + n_P * stride_b, mask=n_P < N, other=0.0)
     values: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_V, BLOCK_V // 8], [num_warps, 1], [1, 0])
     v_PV = load_channels(y + 2 * H * K + h * V + first_v, stride_y, N, BLOCK_V, P, values)
-    gl.store(to_state_SKV + number * stride_state, state_SKV)
-    parts = cut_in_halves(state_SKV, of_state, num_warps)
+    to_state_SKV += number * stride_state
+    if not LATE:
+        gl.store(to_state_SKV, state_SKV)
+        parts = cut_in_halves(state_SKV, of_state, num_warps)
 
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     v_smem = gl.allocate_shared_memory(gl.bfloat16, [P, BLOCK_V], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
@@ -128,14 +133,10 @@ def kimi_rule_hopper_kernel(
     store_halves(q_PK * faded_PK, high_smem, low_smem, P)
     fence_async_shared()
     barrier()
-    high_KR, low_KR = high_smem.permute((1, 0)), low_smem.permute((1, 0))
     products_VR = gl.zeros([BLOCK_V, 2 * P], gl.float32, of_state)
-    products_VR = warpgroup_mma(parts[1], high_KR, products_VR, use_acc=False, is_async=True)
-    products_VR = warpgroup_mma(parts[0], low_KR, products_VR, is_async=True)
-    products_VR = warpgroup_mma(parts[0], high_KR, products_VR, is_async=True)
-
-    # While the tensor cores work.
-    pairs_RP = walked(
+    if not LATE:
+        products_VR = multiplied_halves(parts, high_smem, low_smem, products_VR)
+    pairs_RP = walked(  # while the tensor cores work
         q_PK, k_PK, gl.exp(decay_PK), above[0], depth_P, bits_P, DEPTH, P, parts_of(P, num_warps), min(LEVELS, DEPTH + 1),
         walks, num_warps,
     )  # fmt: skip
@@ -153,6 +154,14 @@ def kimi_rule_hopper_kernel(
     pairs: gl.constexpr = pairs_layout(P, num_warps)
     scale_R, length_P = scale_smem.load(gl.SliceLayout(1, pairs)), length_smem.load(gl.SliceLayout(0, pairs))
     lower = coefficients(pairs_RP * scale_R[:, None] * length_P[None, :], P, 2 * P)
+    if LATE:
+        raw_SKV = gl.load(from_state_SKV, cache_modifier=".cg")
+        state_SKV = with_kimi_path(
+            raw_SKV, from_k, from_u, from_decay, path + row * E, accepted, E, H, K, V, GROUP, states, num_warps
+        )  # fmt: skip
+        gl.store(to_state_SKV, state_SKV)
+        parts = cut_in_halves(state_SKV, of_state, num_warps)
+        products_VR = multiplied_halves(parts, high_smem, low_smem, products_VR)
     products_VR, _, _, _, _ = warpgroup_mma_wait(0, deps=(products_VR, parts[0], parts[1], high_smem, low_smem))
     barrier()  # what follows may lie where other warps' products still read keys and queries
 
@@ -177,5 +186,6 @@ def launch_kimi_trees_hopper(
         y_TC.stride(0), gates.a_TC.stride(0), gates.b_TH.stride(0), *(each.stride(0) for each in memory), N=N, E=E, H=H, K=K,
         V=V, STEPS=steps.max_depth.bit_length(), DEPTH=steps.max_depth, CHAIN=steps.is_chain,
         P=max(16, triton.next_power_of_2(N)), GROUP=min(GROUP, triton.next_power_of_2(E)), LEVELS=LEVELS, TURNS=tiles.turns,
+        LATE=tiles.slices > 0,
         num_warps=tiles.warps, **limit, **chained(y_TC.device),
     )  # fmt: skip

@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.ops.launch import chained, shared_memory
+from specdec.ops.launch import chained, has_gluon, shared_memory
 from specdec.ops.recurrent.kimi.launch import check_kimi
 from specdec.ops.recurrent.kimi.parts.prepare_triton import kimi_prepare_kernel
 from specdec.ops.recurrent.kimi.parts.scan_triton import kimi_scan_kernel
@@ -41,7 +41,7 @@ RESERVED = 12 << 10  # bytes of shared memory beside the stages
 class KimiChunkTiles(NamedTuple):
     """Tokens of a block; columns of values, warps and stages of a program that scans; of one that prepares, warps and channels
     that it works on at once.
-    search: parts among which a program looks for its block at once.
+    search: parts among which a program looks for its block at once.  hopper: prepare_hopper.py is what prepares, blocks of 64.
     """
 
     tokens: int = 64
@@ -51,7 +51,7 @@ class KimiChunkTiles(NamedTuple):
     prepare_warps: int = 4
     block_k: int = 32
     search: int = 32
-    hopper: int = 0
+    hopper: bool = False
 
 
 HOPPER, ELSEWHERE, WIDE = KimiChunkTiles(), KimiChunkTiles(32, 32, 4, 2), KimiChunkTiles(32, 32, 8, 1, 8)
@@ -65,7 +65,7 @@ def kimi_chunk_tiles(y_TC: Tensor, width: int) -> KimiChunkTiles:
     tiles, limit = HOPPER if is_hopper else ELSEWHERE, shared_memory(y_TC.device)
     while tiles.stages > 1 and stage_bytes(tiles, width) * tiles.stages > limit - RESERVED:
         tiles = tiles._replace(stages=tiles.stages - 1)
-    return tiles
+    return tiles._replace(hopper=is_hopper and width == 128 and has_gluon())
 
 
 def stage_bytes(tiles: KimiChunkTiles, width: int) -> int:
@@ -112,12 +112,12 @@ def launch_kimi_prepare(
         y_TC.new_empty(H, rows, N, dtype=dtype), y_TC.new_empty(H, most_blocks, K, dtype=torch.float32),
     )  # fmt: skip
     if tiles.hopper:
+        assert K == V == 128 and N == 64 and is_short
         from specdec.ops.recurrent.kimi.parts.prepare_hopper import kimi_prepare_hopper_kernel
 
-        limit = {"maxnreg": tiles.hopper} if tiles.hopper > 1 else {}
         kimi_prepare_hopper_kernel[(H, most_blocks)](
             y_TC, *gates, steps.cu_B1, steps.after_B, *prepared, B, rows, y_TC.stride(0), gates.a_TC.stride(0),
-            gates.b_TH.stride(0), H=H, K=K, V=V, N=N, SEARCH=tiles.search, num_warps=8, **limit, **chained(y_TC.device),
+            gates.b_TH.stride(0), H=H, K=K, V=V, N=N, SEARCH=tiles.search, num_warps=8, **chained(y_TC.device),
         )  # fmt: skip
         return prepared
     kimi_prepare_kernel[(H, most_blocks)](
