@@ -163,6 +163,7 @@ GROUPS = (
             "tree_nodes": "parents",
             "kimi_nodes": "parents",
             "kimi_prepare": "",
+            "kimi_prepare_hopper": "",
             "kimi_rule": "count decay_left k_left path read state u_left",
             "kimi_rule_hopper": "A_log count decay_left dt_bias k_left parents path read state u_left",
             "kimi_scan": "",

@@ -108,6 +108,7 @@ CHOSEN: dict[str, list[str]] = {
         "tests/ops/recurrent/test_kimi_hopper.py::test_trees_equal_the_definition[32-tree-6-tiles5]",
     ],
     "kimi_prepare_kernel": [f"{KIMI}::test_parts_equal_the_definition[blocks of 32]"],
+    "kimi_prepare_hopper_kernel": ["tests/ops/recurrent/test_kimi_hopper.py::test_parts_equal_the_definition[short]"],
     "kimi_scan_kernel": [],
     "gated_norm_kernel": [
         "tests/ops/recurrent/test_gated_norm.py::test_a_norm_with_its_gate_is_transformers_[torch.float16-1-5-48]"
