@@ -135,31 +135,22 @@ def columns_layout_of(num_warps):
 
 
 @gluon.jit
-def solved(right_smem, coefficients_smem, num_warps: gl.constexpr):
-    """[S, C] of 64 tokens' blocks: the solution x of x_i = right_i + sum over j < i of C_ij x_j.
+def solved(right_blocks, right_rows, coefficients, block, layout: gl.constexpr):
+    """[S, C], a block's rows of the solution x of x_i = right_i + sum over j < i of C_ij x_j.  They take the right sides' place.
 
-    coefficients_smem: C by columns, [64, R].  A block's rows are solved, and then added to all later blocks.
+    Blocks before are solved.  A lane reads no column but its own.  coefficients: C_ij of 16 nodes i each: 8 for each j.
     """
-    layout: gl.constexpr = columns_layout_of(num_warps)
     n_S1 = gl.arange(0, 16, gl.SliceLayout(1, layout))[:, None]
-    x = ()
-    for block in gl.static_range(4):
-        x_SC = right_smem.slice(16 * block, 16, 0).load(layout)
-        for before in gl.static_range(block):
-            for e in gl.static_range(16):
-                c_S1 = _coefficients(coefficients_smem, 16 * block, 16 * before + e, layout)
-                x_SC += c_S1 * _row(x[before], n_S1, e)
-        for e in gl.static_range(15):
-            c_S1 = _coefficients(coefficients_smem, 16 * block, 16 * block + e, layout)
-            x_SC = gl.where(n_S1 > e, x_SC + c_S1 * _row(x_SC, n_S1, e), x_SC)
-        x = x + (x_SC,)  # type: ignore[assignment]
-    return x
-
-
-@gluon.jit
-def _coefficients(by_column, first: gl.constexpr, j: gl.constexpr, layout: gl.constexpr):
-    """[S, 1]: C_ij of 16 nodes i from `first` on."""
-    return by_column.index(j).slice(first, 16).load(gl.SliceLayout(1, layout))[:, None]
+    x_SC = right_blocks.index(block).load(layout)
+    for first in range(0, 16 * block, 4):
+        for e in gl.static_range(4):
+            c_S = coefficients.index(8 * (first + e) + block).load(gl.SliceLayout(1, layout))
+            x_SC += c_S[:, None] * right_rows.index(first + e).load(gl.SliceLayout(0, layout))[None, :]
+    for e in gl.static_range(15):
+        c_S = coefficients.index(8 * (16 * block + e) + block).load(gl.SliceLayout(1, layout))
+        x_SC = gl.where(n_S1 > e, x_SC + c_S[:, None] * _row(x_SC, n_S1, e), x_SC)
+    right_blocks.index(block).store(x_SC)
+    return x_SC
 
 
 @gluon.jit

@@ -105,18 +105,21 @@ def kimi_prepare_hopper_kernel(
     high_NK, low_NK = halves(k_NK.to(gl.float32) * gl.exp(-inner_NK))
     right_high.store(high_NK)
     right_low.store(low_NK)
-    total_smem = gl.allocate_shared_memory(gl.float32, [N // 16, K], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    decays = by_place(decay_NK)
-    total_smem.store(sums_before(decays, 16)[15])
-    total_smem = total_smem._reinterpret(gl.float32, [N // 16, K], flat)
+    before = sums_before(by_place(decay_NK), 8)
+    sums: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    even_smem = gl.allocate_shared_memory(gl.float32, [N // 16, K], sums)  # of every other 8 tokens
+    odd_smem = gl.allocate_shared_memory(gl.float32, [N // 16, K], sums)
+    even_smem.store(before[7])
+    odd_smem.store(before[15])
+    totals = even_smem._reinterpret(gl.float32, [N // 16, K], flat), odd_smem._reinterpret(gl.float32, [N // 16, K], flat)
     fence_async_shared()
     barrier()
     pairs_RN = products_of(left_high, left_low, right_high, right_low, N, between)
     pairs_RN = gl.where((i_R1 // 8 == j_1N // 8) & (i_R1 >= j_1N), pairs_RN, 0.0)
 
-    # Those that a border parts.
-    before_NK, behind_NK = together(sums_before(decays, 8), tokens), together(sums_behind(decays, 8), tokens)
-    for level in gl.static_range(3, 6):
+    # Those that a border parts.  All that is large is a loop: a program's instructions come from far, and only once.
+    before_NK, behind_NK = together(before, tokens), together(sums_behind(by_place(decay_NK), 8), tokens)
+    for level in range(3, 6):
         is_late_N1 = (((n_N >> level) & 1) == 1)[:, None]
         less_NK = gl.exp(gl.where(is_late_N1, before_NK, behind_NK))
         barrier()
@@ -126,15 +129,16 @@ def kimi_prepare_hopper_kernel(
         of_level_RN = products_of(left_high, left_low, left_high.slice(0, N, 0), left_low.slice(0, N, 0), N, between)
         is_pair_RN = ((i_R1 >> (level + 1)) == (j_1N >> (level + 1))) & (((i_R1 >> level) & 1) == 1)
         pairs_RN = gl.where(is_pair_RN & (((j_1N >> level) & 1) == 0), of_level_RN, pairs_RN)
-        if level == 3:
-            before_NK, behind_NK = together(sums_before(decays, 16), tokens), together(sums_behind(decays, 16), tokens)
-        else:
-            before_NK, behind_NK = _wider(before_NK, behind_NK, n_N, total_smem, level, tokens)
+        beside_NK = _beside(totals, n_N // 8, level - 3, tokens)
+        before_NK += gl.where(is_late_N1, beside_NK, 0.0)
+        behind_NK += gl.where(is_late_N1, 0.0, beside_NK)
 
     # What meets the state.
     own_N, of_all = h.to(gl.int64) * T + begin + n_N, H * T * K
     to_NK = (own_N * K)[:, None] + k_K[None, :]
-    total_K = _total(total_smem, 0, 4, tokens)
+    total_K = _total(totals, 0, tokens)
+    for number_of_8 in gl.static_range(1, N // 8):
+        total_K += _total(totals, number_of_8, tokens)
     gl.store(ends + (h.to(gl.int64) * gl.num_programs(1) + number) * K + k_K, gl.exp(total_K))
     beta_N = strengths(gl.load(b + (begin + n_N) * stride_b + h, mask=n_N < count, other=0.0))
     faded_NK, k_length_N1 = gl.exp(before_NK), length_smem.slice(0, N).load(of_token)[:, None]
@@ -163,34 +167,31 @@ def kimi_prepare_hopper_kernel(
     right_smem.slice(0, K, 1).store(unit_NK * faded_NK * -beta_N[:, None])
     right_smem.slice(K, V, 1).store(v_NV.to(gl.float32) * beta_N[:, None])
     barrier()
-    x = solved(right_smem, by_column._reinterpret(gl.float32, [N, 2 * N], flat), num_warps)
+    coefficients = by_column._reinterpret(gl.float32, [N * 8, 16], flat)
+    right_rows = right_smem._reinterpret(gl.float32, [N, K + V], flat)
+    right_blocks = right_smem._reinterpret(gl.float32, [4, 16, K + V], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     columns: gl.constexpr = columns_layout_of(num_warps)
     s_S, c_C = gl.arange(0, 16, gl.SliceLayout(1, columns)), gl.arange(0, K + V, gl.SliceLayout(0, columns))
-    for block in gl.static_range(4):
-        at_S1, ok_S1 = ((h.to(gl.int64) * T + begin + 16 * block + s_S) * K)[:, None], (16 * block + s_S < count)[:, None]
-        high_SC, low_SC = halves(x[block])
-        is_key = ok_S1 & (c_C < K)[None, :]
-        gl.store(keys + at_S1 + c_C[None, :], high_SC, mask=is_key)
-        gl.store(keys + of_all + at_S1 + c_C[None, :], low_SC, mask=is_key)
-        gl.store(values + at_S1 + (c_C - K)[None, :], x[block], mask=ok_S1 & (c_C >= K)[None, :])
+    to_SC = ((h.to(gl.int64) * T + begin + s_S) * K)[:, None] + (c_C % K)[None, :]
+    for block in range(4):
+        x_SC = solved(right_blocks, right_rows, coefficients, block, columns)
+        high_SC, low_SC = halves(x_SC)
+        ok_S1, at_SC = (16 * block + s_S < count)[:, None], to_SC + block * (16 * K)
+        gl.store(keys + at_SC, high_SC, mask=ok_S1 & (c_C < K)[None, :])
+        gl.store(keys + of_all + at_SC, low_SC, mask=ok_S1 & (c_C < K)[None, :])
+        gl.store(values + at_SC, x_SC, mask=ok_S1 & (c_C >= K)[None, :])
 
 
 @gluon.jit
-def _total(total_smem, first: gl.constexpr, count: gl.constexpr, layout: gl.constexpr):
-    """[K]: the sum of so many blocks of 16 tokens."""
-    total_K = total_smem.index(first).load(gl.SliceLayout(0, layout))
-    for more in gl.static_range(1, count):
-        total_K += total_smem.index(first + more).load(gl.SliceLayout(0, layout))
-    return total_K
+def _total(totals, number: gl.constexpr, layout: gl.constexpr):
+    """[K]: the sum of a block of 8 tokens."""
+    return totals[number % 2].index(number // 2).load(gl.SliceLayout(0, layout))
 
 
 @gluon.jit
-def _wider(before_NK, behind_NK, n_N, total_smem, level: gl.constexpr, layout: gl.constexpr):
-    """Sums of blocks of twice as many tokens, 2^(level + 1), made of those of 2^level."""
-    blocks: gl.constexpr = 1 << (level - 4)  # of 16 tokens
-    for pair in gl.static_range(4 // (2 * blocks)):
-        early_K = _total(total_smem, 2 * blocks * pair, blocks, layout)
-        late_K = _total(total_smem, 2 * blocks * pair + blocks, blocks, layout)
-        before_NK += gl.where((n_N >> level == 2 * pair + 1)[:, None], early_K[None, :], 0.0)
-        behind_NK += gl.where((n_N >> level == 2 * pair)[:, None], late_K[None, :], 0.0)
-    return before_NK, behind_NK
+def _beside(totals, number_N, step, layout: gl.constexpr):
+    """[N, K]: the sum of the block beside each token's own, of 2^step times 8 tokens.  number_N: of each one's 8 tokens."""
+    wanted_N1, sums_NK = ((number_N >> step) ^ 1)[:, None], gl.zeros([64, 128], gl.float32, layout)
+    for number in gl.static_range(8):
+        sums_NK += gl.where(wanted_N1 == (number >> step), _total(totals, number, layout)[None, :], 0.0)
+    return sums_NK
