@@ -8,11 +8,11 @@ from toolkit.recurrent.rounds import NUMBERS, moved, parts_of
 from torch import Tensor
 
 from specdec.limits import TRASH
-from specdec.ops.recurrent.kimi.launch import kimi_hopper_tiles, launch_kimi_trees
+from specdec.ops.recurrent.kimi.launch import KimiHopperTiles, kimi_hopper_tiles, launch_kimi_trees
 from specdec.ops.recurrent.kimi.parts.launch import kimi_chunk_tiles, launch_kimi_parts
 from specdec.ops.recurrent.kimi_delta import KimiGates, chunk_outputs, tree_outputs
 from specdec.ops.recurrent.states import RuleStates
-from specdec.ops.recurrent.trees.hopper_tiles import HopperTiles, takes
+from specdec.ops.recurrent.trees.hopper_tiles import takes
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 needs_hopper = pytest.mark.skipif(not HAS_HOPPER, reason="a kernel for Hopper GPUs")
@@ -40,7 +40,7 @@ def equal_memory(memory: RuleStates, wide: RuleStates, tolerance: float) -> None
         assert (x - y).norm() < tolerance * y.norm()
 
 
-def check(now: KimiRound, tiles: HopperTiles | None = None) -> Tensor:
+def check(now: KimiRound, tiles: KimiHopperTiles | None = None) -> Tensor:
     """The definition's outputs, if those of the kernel are equal, and what it leaves."""
     memory, wide = copied(now.memory, DEVICE), copied(now.memory, torch.float64)
     y, gates = now.y_TC.to(DEVICE), KimiGates(*(each.to(DEVICE) for each in now.gates))
@@ -56,7 +56,7 @@ def test_tiles_cut_heads_evenly() -> None:
     """Keeps out: columns that no program computes."""
     for rows in (1, 2, 3, 32):
         for nodes in (2, 16, 17, 32, 33, 64):
-            assert 128 % (16 * kimi_hopper_tiles(rows, nodes, 32, 128).warps) == 0
+            assert 128 % (16 * kimi_hopper_tiles(rows, nodes, 32).warps) == 0
 
 
 @pytest.mark.gpu
@@ -65,20 +65,20 @@ def test_tiles_cut_heads_evenly() -> None:
     ("nodes", "kind", "before", "tiles"),
     [
         (7, "chain", 6, None),
-        (2, "chain", 1, HopperTiles(8)),
-        (16, "deep tree", 6, HopperTiles(4)),
-        (17, "chain", 20, HopperTiles(8, 0, 0, 4)),
-        (32, "tree", 6, HopperTiles(4)),
-        (32, "tree", 6, HopperTiles(8)),
-        (32, "tree", 20, HopperTiles(8, 128, 1)),
-        (6, "chain", 6, HopperTiles(8, 128, 1)),
-        (20, "tree", 6, HopperTiles(4, 168)),
+        (2, "chain", 1, KimiHopperTiles(8)),
+        (16, "deep tree", 6, KimiHopperTiles(4)),
+        (17, "chain", 20, KimiHopperTiles(8, 168)),
+        (32, "tree", 6, KimiHopperTiles(4)),
+        (32, "tree", 6, KimiHopperTiles(8)),
+        (32, "tree", 20, KimiHopperTiles(8, 128, True)),
+        (6, "chain", 6, KimiHopperTiles(8, 128, True)),
+        (20, "tree", 6, KimiHopperTiles(4, 168)),
         (32, "chain", 2, None),
         (33, "tree", 20, None),
         (64, "chain", 6, None),
     ],
 )
-def test_trees_equal_the_definition(nodes: int, kind: str, before: int, tiles: HopperTiles | None) -> None:
+def test_trees_equal_the_definition(nodes: int, kind: str, before: int, tiles: KimiHopperTiles | None) -> None:
     """Keeps out: columns, channels or nodes in another order, a node that sees a node beside its path, a level left out, a
     pending path that is added in part, keys or decays that no program stores, a decay of -20 and less that overflows.
     """

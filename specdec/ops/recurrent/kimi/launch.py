@@ -21,7 +21,7 @@ from specdec.ops.recurrent.kimi.step_triton import kimi_step_kernel
 from specdec.ops.recurrent.kimi_delta import KimiGates
 from specdec.ops.recurrent.shared_triton import PRECISION
 from specdec.ops.recurrent.states import RuleStates, TreeSteps, lie_whole
-from specdec.ops.recurrent.trees.hopper_tiles import HopperTiles, takes
+from specdec.ops.recurrent.trees.hopper_tiles import takes
 
 
 class KimiTiles(NamedTuple):
@@ -38,6 +38,17 @@ class KimiTiles(NamedTuple):
     node_k: int = 32
 
 
+class KimiHopperTiles(NamedTuple):
+    """Of rule_hopper.py.  warps: 4 or 8, of 16 columns each.  registers: of a thread, at most; 0: as many as the compiler wants.
+
+    late: the state is read last, when no other numbers need registers.
+    """
+
+    warps: int = 8
+    registers: int = 0
+    late: bool = False
+
+
 def kimi_tiles(sequences: int, nodes: int, heads: int) -> KimiTiles:
     """Few were tried on an H200, of 1 and 32 sequences with 1, 6 and 32 nodes; those of more nodes were timed by nobody."""
     crowded = sequences * heads > 132  # programs of nodes_triton.py, for as many SMs
@@ -52,14 +63,16 @@ def kimi_tiles(sequences: int, nodes: int, heads: int) -> KimiTiles:
     return KimiTiles(32, 32, 8, 8)
 
 
-def kimi_hopper_tiles(sequences: int, nodes: int, heads: int, width: int) -> HopperTiles:
-    """Of rule_hopper.py.  width: of values."""
-    return HopperTiles(8) if nodes > 32 or sequences * heads * width // 64 > 2 * 132 else HopperTiles(4)
+def kimi_hopper_tiles(sequences: int, nodes: int, heads: int) -> KimiHopperTiles:
+    """The fastest of those that benchmarks/layers/recurrent.py tries, on an H200."""
+    if nodes > 32 or sequences * heads <= 132:  # programs, for as many SMs
+        return KimiHopperTiles()
+    return KimiHopperTiles(4 if nodes <= 16 else 8, 128, True)
 
 
 def launch_kimi_trees(
     y_TC: Tensor, gates: KimiGates, layer: RuleStates, steps: TreeSteps, precision: str = PRECISION,
-    tiles: KimiTiles | HopperTiles | None = None,
+    tiles: KimiTiles | KimiHopperTiles | None = None,
 ) -> Tensor:  # fmt: skip
     """`kimi_delta.tree_outputs`: [T, H, V].  precision: of Triton's products: "tf32x3" or "ieee"."""
     (B, N), E = steps.parents_BN.shape, steps.path_BE.shape[1]
@@ -74,8 +87,8 @@ def launch_kimi_trees(
         return out_THV
     if tiles is None:
         is_hopper = precision == PRECISION and takes(y_TC, layer, N)
-        tiles = kimi_hopper_tiles(B, N, H, V) if is_hopper else kimi_tiles(B, N, H)
-    if isinstance(tiles, HopperTiles):
+        tiles = kimi_hopper_tiles(B, N, H) if is_hopper else kimi_tiles(B, N, H)
+    if isinstance(tiles, KimiHopperTiles):
         from specdec.ops.recurrent.kimi.rule_hopper import launch_kimi_trees_hopper
 
         launch_kimi_trees_hopper(y_TC, gates, layer, steps, out_THV, tiles)

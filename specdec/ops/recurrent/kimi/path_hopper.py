@@ -30,46 +30,46 @@ def with_kimi_path(
     k_K = gl.arange(0, K, gl.SliceLayout(0, rows))
     end = gl.load(path + accepted - 1, mask=accepted > 0, other=0, cache_modifier=".cg")
     last_K = gl.load(decay_left + end * (H * K) + k_K, mask=(k_K >= 0) & (accepted > 0), other=0.0, cache_modifier=".cg")
-    left = _read_path(k_left, u_left, decay_left, path, 0, accepted, H, K, V, GROUP, 16 * num_warps, layout, rows)
+    left = _read_path(k_left, u_left, decay_left, path, 0, accepted, H, K, V, GROUP, 16 * num_warps, rows)
     fading_smem.store(gl.exp(last_K))
     smem.store(_faded_keys(left, last_K))
+    u_smem = gl.allocate_shared_memory(gl.float32, [GROUP, 16 * num_warps], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    u_smem.store(left[0])
     barrier()
     fading = fading_smem._reinterpret(gl.float32, [K // 16, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     state_SKV = raw_SKV * fading.load(gl.SliceLayout(2, layout))[:, :, None]
-    state_SKV = _add_path(state_SKV, left, smem, K, GROUP, layout)
+    state_SKV = _add_path(state_SKV, smem, u_smem, gl.minimum(accepted, GROUP), K, GROUP, 16 * num_warps, layout)
     if E > GROUP:
         for first in range(GROUP, accepted, GROUP):
-            left = _read_path(k_left, u_left, decay_left, path, first, accepted, H, K, V, GROUP, 16 * num_warps, layout, rows)
+            left = _read_path(k_left, u_left, decay_left, path, first, accepted, H, K, V, GROUP, 16 * num_warps, rows)
             barrier()
             smem.store(_faded_keys(left, last_K))
+            u_smem.store(left[0])
             barrier()
-            state_SKV = _add_path(state_SKV, left, smem, K, GROUP, layout)
+            more = gl.minimum(accepted - first, GROUP)
+            state_SKV = _add_path(state_SKV, smem, u_smem, more, K, GROUP, 16 * num_warps, layout)
     return state_SKV
 
 
 @gluon.jit
 def _read_path(
     k_left, u_left, decay_left, path, first, accepted, H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, GROUP: gl.constexpr,
-    BLOCK_V: gl.constexpr, layout: gl.constexpr, rows: gl.constexpr,
+    BLOCK_V: gl.constexpr, rows: gl.constexpr,
 ):  # fmt: skip
-    """(u [V] each, keys and log-decays [GROUP, K]) of GROUP accepted nodes from number `first` on.
+    """(u [GROUP, V], keys and log-decays [GROUP, K]) of GROUP accepted nodes from number `first` on.
 
     Zeros, and infinite decays, where none is accepted.
     """
     e_E, k_K = gl.arange(0, GROUP, gl.SliceLayout(1, rows)), gl.arange(0, K, gl.SliceLayout(0, rows))
-    v_V = gl.arange(0, BLOCK_V, gl.SliceLayout(0, gl.SliceLayout(0, layout)))
+    v_V = gl.arange(0, BLOCK_V, gl.SliceLayout(0, rows))
     ok_E = first + e_E < accepted
     node_E = gl.load(path + first + e_E, mask=ok_E, other=0, cache_modifier=".cg")
-    nodes, added = (), ()
-    for e in gl.static_range(GROUP):
-        nodes = nodes + (gl.load(path + first + e, mask=first + e < accepted, other=0, cache_modifier=".cg"),)  # type: ignore[assignment]
     at_EK, ok_E1 = (node_E * (H * K))[:, None] + k_K[None, :], ok_E[:, None]
     key_EK = gl.load(k_left + at_EK, mask=ok_E1, other=0.0, cache_modifier=".cg")
     decay_EK = gl.load(decay_left + at_EK, mask=ok_E1, other=float("inf"), cache_modifier=".cg")
-    for e in gl.static_range(GROUP):
-        ok = first + e < accepted
-        added = added + (gl.load(u_left + nodes[e] * (H * V) + v_V, mask=ok, other=0.0, cache_modifier=".cg"),)  # type: ignore[assignment]
-    return added, key_EK, decay_EK
+    from_u_EV = u_left + (node_E * (H * V))[:, None] + v_V[None, :]
+    u_EV = gl.load(from_u_EV, mask=ok_E1, other=0.0, cache_modifier=".cg")
+    return u_EV, key_EK, decay_EK
 
 
 @gluon.jit
@@ -80,11 +80,16 @@ def _faded_keys(left, last_K):
 
 
 @gluon.jit
-def _add_path(state_SKV, left, smem, K: gl.constexpr, GROUP: gl.constexpr, layout: gl.constexpr):
+def _add_path(
+    state_SKV, smem, u_smem, count, K: gl.constexpr, GROUP: gl.constexpr, BLOCK_V: gl.constexpr, layout: gl.constexpr
+):  # fmt: skip
+    """The state with what so many of those nodes add."""
     keys = smem._reinterpret(gl.float32, [GROUP, K // 16, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    for e in gl.static_range(GROUP):
+    u = u_smem._reinterpret(gl.float32, [GROUP, BLOCK_V], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    for e in range(count):
         key_SK = keys.index(e).load(gl.SliceLayout(2, layout))
-        state_SKV += key_SK[:, :, None] * left[0][e][None, :][None, :, :]
+        u_V = u.index(e).load(gl.SliceLayout(0, gl.SliceLayout(0, layout)))
+        state_SKV += key_SK[:, :, None] * u_V[None, :][None, :, :]
     return state_SKV
 
 

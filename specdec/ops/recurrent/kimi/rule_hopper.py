@@ -22,6 +22,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from specdec.ops.hopper import barrier, gdc_launch_dependents, gdc_wait
 from specdec.ops.launch import chained
+from specdec.ops.recurrent.kimi.columns_hopper import substituted_by_blocks
+from specdec.ops.recurrent.kimi.launch import KimiHopperTiles
 from specdec.ops.recurrent.kimi.nodes_hopper import (
     along_paths,
     by_rows,
@@ -38,10 +40,8 @@ from specdec.ops.recurrent.kimi.path_hopper import cut_in_halves, multiplied_hal
 from specdec.ops.recurrent.kimi_delta import KimiGates
 from specdec.ops.recurrent.shared_triton import EPS, log_decays, strengths
 from specdec.ops.recurrent.states import RuleStates, TreeSteps
-from specdec.ops.recurrent.trees.columns_hopper import columns_layout, right_sides, store_columns, substituted
-from specdec.ops.recurrent.trees.hopper_tiles import HopperTiles
 from specdec.ops.recurrent.trees.nodes_hopper import ancestors, coefficients, nodes_layout, squares
-from specdec.ops.recurrent.trees.state_hopper import by_column, state_pointers, states_layout
+from specdec.ops.recurrent.trees.state_hopper import state_pointers, states_layout
 
 GROUP, LEVELS = 4, 8  # accepted nodes of the pending path that are read at once; ancestors that are looked at at once
 
@@ -58,7 +58,7 @@ def kimi_rule_hopper_kernel(
     out,  # [B * N, H, V]
     stride_y, stride_a, stride_b, stride_state, stride_k, stride_u, stride_decay,
     N: gl.constexpr, E: gl.constexpr, H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, STEPS: gl.constexpr,
-    DEPTH: gl.constexpr, CHAIN: gl.constexpr, P: gl.constexpr, GROUP: gl.constexpr, LEVELS: gl.constexpr, TURNS: gl.constexpr,
+    DEPTH: gl.constexpr, CHAIN: gl.constexpr, P: gl.constexpr, GROUP: gl.constexpr, LEVELS: gl.constexpr,
     LATE: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     BLOCK_V: gl.constexpr = 16 * num_warps
@@ -165,16 +165,13 @@ def kimi_rule_hopper_kernel(
     products_VR, _, _, _, _ = warpgroup_mma_wait(0, deps=(products_VR, parts[0], parts[1], high_smem, low_smem))
     barrier()  # what follows may lie where other warps' products still read keys and queries
 
-    columns: gl.constexpr = columns_layout(P, num_warps)
-    x_PWV = by_column(products_VR, P, num_warps, columns)
-    x_PWV = right_sides(x_PWV, v_smem, factor_smem, beta_smem, P, num_warps, columns)
-    x_PWV = substituted(x_PWV, lower, P, TURNS, num_warps, columns)
+    products_VR *= factor_smem.load(gl.SliceLayout(0, of_state))[None, :]
     to_u, to_out = u_left + number * stride_u + h * V + first_v, out + row * N * H * V + h * V + first_v
-    store_columns(x_PWV, to_u, to_out, N, H * V, columns)
+    substituted_by_blocks(products_VR, v_smem, beta_smem, lower, to_u, to_out, N, H * V, P, num_warps)
 
 
 def launch_kimi_trees_hopper(
-    y_TC: Tensor, gates: KimiGates, layer: RuleStates, steps: TreeSteps, out_THV: Tensor, tiles: HopperTiles
+    y_TC: Tensor, gates: KimiGates, layer: RuleStates, steps: TreeSteps, out_THV: Tensor, tiles: KimiHopperTiles
 ) -> None:
     """`kimi_delta.tree_outputs`, into out_THV.  launch.py has checked what its own kernels take, too."""
     (B, N), E = steps.parents_BN.shape, steps.path_BE.shape[1]
@@ -185,7 +182,7 @@ def launch_kimi_trees_hopper(
         y_TC, *gates, *memory, steps.read_B, steps.write_B, steps.count_B, steps.parents_BN, steps.path_BE, out_THV,
         y_TC.stride(0), gates.a_TC.stride(0), gates.b_TH.stride(0), *(each.stride(0) for each in memory), N=N, E=E, H=H, K=K,
         V=V, STEPS=steps.max_depth.bit_length(), DEPTH=steps.max_depth, CHAIN=steps.is_chain,
-        P=max(16, triton.next_power_of_2(N)), GROUP=min(GROUP, triton.next_power_of_2(E)), LEVELS=LEVELS, TURNS=tiles.turns,
-        LATE=tiles.slices > 0,
+        P=max(16, triton.next_power_of_2(N)), GROUP=min(GROUP, triton.next_power_of_2(E)), LEVELS=LEVELS,
+        LATE=tiles.late,
         num_warps=tiles.warps, **limit, **chained(y_TC.device),
     )  # fmt: skip

@@ -43,7 +43,13 @@ def _by_node(four, layout: gl.constexpr):
 
 
 @gluon.jit
-def _places(P: gl.constexpr, layout: gl.constexpr):
+def weights_of(smem, P: gl.constexpr, num_warps: gl.constexpr, layout: gl.constexpr):
+    """[P, W]: what one node's u is multiplied by for all nodes."""
+    return _by_node(smem.load(_ways_layout(P, num_warps)), layout)
+
+
+@gluon.jit
+def places(P: gl.constexpr, layout: gl.constexpr):
     """(nodes [P, 1, 1], W [1, W, 1])."""
     n = gl.arange(0, P, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None][:, :, None]
     return n, gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :][:, :, None]
@@ -61,7 +67,7 @@ def right_sides(x_PWV, v_smem, factor_smem, beta_smem, P: gl.constexpr, num_warp
     beta_P = beta_smem.load(gl.SliceLayout(1, gl.SliceLayout(2, layout)))
     right_PWV = gl.where(gl.abs(v_PV) < float("inf"), v_PV, 0.0)[:, None, :] + x_PWV
     right_PWV = gl.where(gl.abs(right_PWV) < float("inf"), right_PWV, 0.0) * beta_P[:, None][:, :, None]
-    _, way = _places(P, layout)
+    _, way = places(P, layout)
     return gl.where(way == 0, right_PWV, x_PWV + (v_PV - v_PV)[:, None, :])
 
 
@@ -71,7 +77,7 @@ def substituted(x_PWV, coefficients, P: gl.constexpr, TURNS: gl.constexpr, num_w
 
     All lanes solve TURNS nodes by themselves, whose u they need, and wait for each other once for these.
     """
-    n, way = _places(P, layout)
+    n, way = places(P, layout)
     for first in gl.static_range(0, P, TURNS):
         solved = ()
         for e in gl.static_range(TURNS):
@@ -81,8 +87,8 @@ def substituted(x_PWV, coefficients, P: gl.constexpr, TURNS: gl.constexpr, num_w
                 u_V += _coefficient(coefficients, first + before, first + e, num_warps) * solved[before]
             solved = solved + (u_V,)  # type: ignore[assignment]
         for e in gl.static_range(TURNS):
-            four = coefficients.index(first + e).slice(0, 2, 1).load(_ways_layout(P, num_warps))
-            more_PWV = _by_node(four, layout)[:, :, None] * solved[e][None, :][None, :, :]
+            weight_PW = weights_of(coefficients.index(first + e).slice(0, 2, 1), P, num_warps, layout)
+            more_PWV = weight_PW[:, :, None] * solved[e][None, :][None, :, :]
             x_PWV = gl.where(n >= first + e, x_PWV + more_PWV, x_PWV)
     return x_PWV
 
@@ -98,9 +104,9 @@ def _coefficient(coefficients, j: gl.constexpr, i: gl.constexpr, num_warps: gl.c
 
 
 @gluon.jit
-def store_columns(x_PWV, to_u, to_out, N: gl.constexpr, STRIDE: gl.constexpr, layout: gl.constexpr):
+def store_columns(x_PWV, to_u, to_out, N, STRIDE: gl.constexpr, layout: gl.constexpr):
     """u and outputs.  The nodes' distances come last, which the compiler puts into the stores."""
-    n, way = _places(x_PWV.shape[0], layout)
+    n, way = places(x_PWV.shape[0], layout)
     v = gl.arange(0, x_PWV.shape[2], gl.SliceLayout(0, gl.SliceLayout(0, layout)))[None, :][None, :, :]
     here, ok = way * 0 + v, (n < N) & (v >= 0)
     gl.store(to_u + here + n * STRIDE, x_PWV, mask=ok & (way == 0))

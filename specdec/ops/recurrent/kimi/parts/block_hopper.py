@@ -136,9 +136,10 @@ def columns_layout_of(num_warps):
 
 @gluon.jit
 def solved(right_blocks, right_rows, coefficients, block, layout: gl.constexpr):
-    """[S, C], a block's rows of the solution x of x_i = right_i + sum over j < i of C_ij x_j.  They take the right sides' place.
+    """[S, C], a block's rows of the solution x of x_i = right_i + sum over j < i of C_ij x_j.
 
-    Blocks before are solved.  A lane reads no column but its own.  coefficients: C_ij of 16 nodes i each: 8 for each j.
+    They take the right sides' place.  Blocks before are solved.  A lane reads no column but its own.  coefficients: C_ij of 16
+    nodes i each: 8 for each j.
     """
     n_S1 = gl.arange(0, 16, gl.SliceLayout(1, layout))[:, None]
     x_SC = right_blocks.index(block).load(layout)

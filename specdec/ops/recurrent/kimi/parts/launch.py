@@ -54,7 +54,7 @@ class KimiChunkTiles(NamedTuple):
     hopper: bool = False
 
 
-HOPPER, ELSEWHERE, WIDE = KimiChunkTiles(), KimiChunkTiles(32, 32, 4, 2), KimiChunkTiles(32, 32, 8, 1, 8)
+HOPPER, ELSEWHERE, WIDE = KimiChunkTiles(64, 32, 8), KimiChunkTiles(32, 32, 4, 2), KimiChunkTiles(32, 32, 8, 1, 8)
 
 
 def kimi_chunk_tiles(y_TC: Tensor, width: int) -> KimiChunkTiles:
