@@ -39,7 +39,7 @@ class KimiTiles(NamedTuple):
 
 
 class KimiHopperTiles(NamedTuple):
-    """Of rule_hopper.py.  warps: 4 or 8, of 16 columns each.  registers: of a thread, at most; 0: as many as the compiler wants.
+    """Of rule_hopper.py.  warps: 4 or 8, of 16 columns each.  registers: of a thread, at most; 0: what the compiler wants.
 
     late: the state is read last, when no other numbers need registers.
     """

@@ -54,7 +54,7 @@ def by_place(x_NK):
         for part in gl.static_range(1 << bit):
             first, second = gl.split(gl.permute(gl.reshape(parts[part], [M, K, 2, 8 >> bit]), (0, 1, 3, 2)))
             halved = halved + (first, second)  # type: ignore[assignment]
-        parts = halved
+        parts = halved  # type: ignore[assignment]
     places = ()
     for part in gl.static_range(16):
         places = places + (gl.reshape(parts[part], [M, K]),)  # type: ignore[assignment]
