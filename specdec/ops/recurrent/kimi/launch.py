@@ -65,9 +65,8 @@ def kimi_tiles(sequences: int, nodes: int, heads: int) -> KimiTiles:
 
 def kimi_hopper_tiles(sequences: int, nodes: int, heads: int) -> KimiHopperTiles:
     """The fastest of those that benchmarks/layers/recurrent.py tries, on an H200."""
-    if nodes > 32 or sequences * heads <= 132:  # programs, for as many SMs
-        return KimiHopperTiles()
-    return KimiHopperTiles(4 if nodes <= 16 else 8, 128, True)
+    is_crowded = sequences * heads > 132  # programs, for as many SMs
+    return KimiHopperTiles(8, 128, True) if is_crowded and nodes <= 32 else KimiHopperTiles()
 
 
 def launch_kimi_trees(

@@ -1,17 +1,17 @@
 """Launches the kernels of `kimi_delta.chunk_outputs`: two, as in chunks/launch.py.
 
-1. prepare_triton.py, a program for each block and head, solves (1 + strictly lower part of beta_i kk_ij), kk_ij the product of
-   keys as faded as i sees j.  With T its inverse times beta_j, and D the log-decays summed from the block's beginning on, it
-   leaves keys = -T (exp(D) k), values = T v, queries = exp(D) q, added = exp(D_last - D) k, reads = the lower part of qk_ij,
-   and ends = exp(D_last).
+1. prepare_triton.py (on Hopper GPUs prepare_hopper.py, of bfloat16), a program for each block and head, solves (1 + strictly
+   lower part of beta_i kk_ij), kk_ij the product of keys as faded as i sees j.  With T its inverse times beta_j, and D the
+   log-decays summed from the block's beginning on, it leaves keys = -T (exp(D) k), values = T v, queries = exp(D) q,
+   added = exp(D_last - D) k, reads = the lower part of qk_ij, and ends = exp(D_last).
 2. scan_triton.py, a program for each head and some columns of values, goes through the blocks one after the other:
    u = values + keys S, out = queries S + reads u, S = ends S + added^T u.
 
 Written in between, a token and head of 128 x 128 with blocks of 64 in bfloat16: keys and added in two halves each 1024 bytes,
 values 512, queries 256, reads 128: 1,920 bytes, so that 8,192 tokens of 32 heads leave 503 MB.  T in place of keys and values
 would leave less, as in chunks/launch.py; but keys and queries would have to be faded by each program that scans, which has no
-registers for them.  On an H200 one text of 8,192 tokens takes 2.1 ms to prepare and 0.55 ms to scan: what prepares is a long
-line of small products with registers for 8 warps an SM; its instructions alone would take about a quarter of that.
+registers for them.  On an H200 one text of 8,192 tokens takes 1.03 ms to prepare (prepare_triton.py: 2.1) and 0.43 ms to scan.
+As long as nothing in prepare_hopper.py was a loop, it took 1.8 ms: a program seems to wait for instructions that it runs once.
 
 Precision, of bfloat16: a float32 number goes into a product as two bfloat16 halves, whose sum has 17 bits, and the product of
 two lower halves is left out.  What goes into outputs alone is rounded to bfloat16.  Of float16 and float32 everything is

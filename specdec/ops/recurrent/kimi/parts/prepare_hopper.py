@@ -117,7 +117,7 @@ def kimi_prepare_hopper_kernel(
     pairs_RN = products_of(left_high, left_low, right_high, right_low, N, between)
     pairs_RN = gl.where((i_R1 // 8 == j_1N // 8) & (i_R1 >= j_1N), pairs_RN, 0.0)
 
-    # Those that a border parts.  All that is large is a loop: a program's instructions come from far, and only once.
+    # Those that a border parts.  A loop, for fewer instructions: see launch.py.
     before_NK, behind_NK = together(before, tokens), together(sums_behind(by_place(decay_NK), 8), tokens)
     for level in range(3, 6):
         is_late_N1 = (((n_N >> level) & 1) == 1)[:, None]
