@@ -11,9 +11,9 @@ own, so that none lies in the L2 cache.  The limit is the time to move at 4.48 T
 the nodes' inputs and outputs, what PENDING of the nodes before have left, and what the nodes leave; of a prompt, the state and
 the tokens' inputs and outputs.  Where the convolution and the rule are one launch, the rule's time is that of both.  --all
 tries other tiles: choose from them those of trees (of gated, `tree_tiles` in specdec/ops/recurrent/trees/rule_triton.py and
-`hopper_tiles` beside it; `kimi_tiles` in kimi/launch.py; `ssd_tiles` in mamba/ssd_tree_triton.py, and `step_tiles` and
-`ssd_hopper_tiles` beside it), those of parts (chunks/launch.py, kimi/launch.py, mamba/launch.py), and ONE, CHAIN, TREE, CHUNK
-(conv_triton.py).
+`hopper_tiles` beside it; `kimi_tiles` and `kimi_hopper_tiles` in kimi/launch.py; `ssd_tiles` in mamba/ssd_tree_triton.py, and
+`step_tiles` and `ssd_hopper_tiles` beside it), those of parts (chunks/launch.py, kimi/parts/launch.py, mamba/launch.py), and
+ONE, CHAIN, TREE, CHUNK (conv_triton.py).
 
 Shapes: B rows, N nodes.
 """

@@ -19,15 +19,13 @@ from specdec.ops.recurrent.chunks.launch import ChunkTiles, chunk_tiles, launch_
 from specdec.ops.recurrent.conv import Convolution, tree_convolution
 from specdec.ops.recurrent.gated_delta import Gates
 from specdec.ops.recurrent.gates.gated_norm import DELTA, KIMI, MAMBA, NormForm, gated_norm
-from specdec.ops.recurrent.kimi.launch import (
+from specdec.ops.recurrent.kimi.launch import KimiHopperTiles, KimiTiles, kimi_hopper_tiles, kimi_tiles, launch_kimi_trees
+from specdec.ops.recurrent.kimi.parts.launch import (
     KimiChunkTiles,
-    KimiTiles,
     kimi_chunk_tiles,
-    kimi_tiles,
     launch_kimi_parts,
     launch_kimi_prepare,
     launch_kimi_scan,
-    launch_kimi_trees,
 )
 from specdec.ops.recurrent.kimi_delta import KimiGates
 from specdec.ops.recurrent.mamba.launch import launch_ssd_parts, launch_ssd_prepare, launch_ssd_scan, ssd_chunk_tiles
@@ -202,9 +200,12 @@ class KimiDelta(MeasuredRule):
         (64, 64, 4, 4), (32, 32, 4, 8, 3, 64), (32, 64, 4, 2), (32, 64, 4, 4, 2, 64), (32, 32, 8, 8), (32, 64, 4, 8, 2, 64),
         (32, 32, 4, 4, 2, 64), (64, 64, 4, 8, 2, 64), (64, 64, 8, 4), (16, 64, 2, 4, 2, 32),
     )]  # fmt: skip
+    on_hopper = [KimiHopperTiles(*each) for each in (
+        (4, 0), (4, 128, True), (4, 168, True), (8, 0), (8, 0, True), (8, 128, True),
+    )]  # fmt: skip
     chunk_tiles = [KimiChunkTiles(*each) for each in (
-        (64, 64, 4, 2, 4, 32), (64, 64, 4, 1, 8, 32), (64, 64, 4, 2, 8, 64), (64, 64, 8, 2, 8, 64), (64, 32, 4, 2, 4, 64),
-        (32, 64, 4, 3, 4, 32), (32, 64, 4, 2, 4, 64), (32, 32, 4, 2, 2, 64),
+        (64, 64, 4, 2, 4, 32), (64, 64, 4, 1, 8, 32), (64, 64, 8, 2, 8, 64), (64, 32, 8, 2, 4, 64), (64, 32, 4, 2, 4, 64),
+        (32, 64, 4, 3, 4, 32), (32, 64, 4, 2, 4, 64), (64, 64, 4, 2, 4, 32, 32, True), (64, 32, 8, 2, 4, 32, 32, True),
     )]  # fmt: skip
 
     @property
@@ -221,7 +222,11 @@ class KimiDelta(MeasuredRule):
         return launch_kimi_trees(y_TC, gates, memory, steps, tiles=tiles)
 
     def own_tiles(self, y_TC: Tensor, memory: RuleStates, rows: int, nodes: int) -> Any:
-        return kimi_tiles(rows, nodes, self.rule.value_heads)
+        H = self.rule.value_heads
+        return kimi_hopper_tiles(rows, nodes, H) if takes(y_TC, memory, nodes) else kimi_tiles(rows, nodes, H)
+
+    def tried_tiles(self, y_TC: Tensor, memory: RuleStates, nodes: int) -> Sequence[Any]:
+        return [*super().tried_tiles(y_TC, memory, nodes), *(self.on_hopper if takes(y_TC, memory, nodes) else ())]
 
     def own_chunk_tiles(self, y_TC: Tensor) -> Any:
         return kimi_chunk_tiles(y_TC, self.rule.key_width)

@@ -24,6 +24,7 @@ NEVER_WRITTEN = {  # by kernels: arguments that may be read through L1 before a 
     "gated_norm": "weight",
     "fill_pairs": "mask",  # a row of the drafter's weights
     "few_down_hopper": "qweight",
+    "kimi_rule_hopper": "A_log dt_bias",
     "quantised_warp": WORDS,
     "quantised_warpgroup": WORDS,
     "router": "bias correction weight",
