@@ -15,6 +15,7 @@ from specdec.attention.kinds import FULL, LayerKind
 from specdec.checks import nearest_name
 from specdec.models.checkpoints.config_values import MAX_LAYERS, dtype_name, one_line, token_ids, whole
 from specdec.models.config import EncoderConfig, ModelConfig, RopeConfig, read_json
+from specdec.models.described import described, target_json
 from specdec.models.keys.ends import GENERATION, of_texts
 from specdec.models.keys.names import by_own_names
 from specdec.models.keys.rope import parse_rope
@@ -56,8 +57,7 @@ _HARMLESS_KEYS = frozenset(  # what published configs hold beyond their class's 
 def read_transformers_config(folder: Path) -> ModelConfig:
     """The target's config by transformers' rules.  ValueError names the file and what can't run here."""
     config = load_hf_config(folder)
-    path = folder / "config.json"
-    raw, where = read_json(path), str(path)
+    raw, where = target_json(folder), str(folder / "config.json")
     if keys := unknown_keys(folder):
         raise ValueError(
             f"{where}: unknown config keys {', '.join(keys)}, which transformers does not read for a {config.model_type} "
@@ -114,8 +114,8 @@ def _mtp_layers(raw: dict[str, Any], where: str) -> int:
 
 def load_hf_config(folder: Path) -> Any:
     """transformers' config object, after all that can be refused by it alone."""
-    path = folder / "config.json"
-    raw, where = read_json(path), str(path)
+    found, where = described(folder), str(folder / "config.json")
+    raw = found.config
     name = raw.get("model_type")
     if name not in CONFIG_MAPPING:
         if name is None:
@@ -135,7 +135,9 @@ def load_hf_config(folder: Path) -> Any:
     try:
         read = as_transformers_reads(raw)
         config = (
-            AutoConfig.from_pretrained(folder, local_files_only=True) if read is raw else CONFIG_MAPPING[name].from_dict(read)
+            CONFIG_MAPPING[name].from_dict(read)
+            if found.wrapper or read is not raw
+            else AutoConfig.from_pretrained(folder, local_files_only=True)
         )
     except Exception as error:  # of any kind: config classes check themselves, each in its way
         raise ValueError(f"{where}: transformers does not accept it: {one_line(error)}") from error
@@ -145,7 +147,7 @@ def load_hf_config(folder: Path) -> Any:
 
 def unknown_keys(folder: Path) -> list[str]:
     """Keys of config.json that transformers' class of the model does not know, and so ignores; known noise left out."""
-    raw = read_json(folder / "config.json")
+    raw = target_json(folder)
     if raw["model_type"] not in CONFIG_MAPPING:
         return []  # whoever reads the config refuses it
     made = CONFIG_MAPPING[raw["model_type"]]()
