@@ -1,7 +1,7 @@
 """Wrappers of texts and images: a text model's config inside another, and its tensors below another name.
 
-Only the text model is computed.  Its config comes out of the wrapper as if it had stood there alone; the tensors of vision towers
-are known by how their names begin, and passed over (wrapper_table.py).  This file knows no weights and nothing of images.
+Only the text model is computed.  Its config comes out of the wrapper as if it had stood there alone; tensors of vision towers are
+known by how their names begin, and passed over (wrapper_table.py).  This file knows no weights and nothing of images.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ EVERYWHERE = frozenset(
     "tf_legacy_loss tie_encoder_decoder typical_p".split()
 )
 _SETTINGS = frozenset(  # the same, which configs that stand alone may have
-    "do_sample max_length output_attentions output_hidden_states return_dict sep_token_id temperature tokenizer_class top_k top_p "
-    "torchscript use_bfloat16".split()
+    "do_sample max_length output_attentions output_hidden_states return_dict sep_token_id temperature tokenizer_class top_k "
+    "top_p torchscript use_bfloat16".split()
 )
 
 
@@ -126,7 +126,7 @@ def _text_type(inner: dict[str, Any], wrapper: Wrapper, where: str) -> TextType:
 
 
 def _refuse_outer(outer: dict[str, Any], inner: dict[str, Any], where: str) -> None:
-    """ValueError for what the wrapper says beside its images, unless it is of all of the model, or repeats the config inside."""
+    """ValueError for what a wrapper says beside its images, unless it is of all of the model, or repeats the config inside."""
     unknown = []
     for key, value in outer.items():
         if key in EVERYWHERE | _SETTINGS | _OF_ALL - {"quantization_config", "compression_config"} or key.startswith("_"):

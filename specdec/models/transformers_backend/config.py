@@ -124,14 +124,14 @@ def load_hf_config(folder: Path) -> Any:
         alike = nearest_name(str(name), CONFIG_MAPPING)
         nearest = f"{alike!r}, or a newer transformers" if alike else "a newer transformers"
         raise ValueError(f"{where}: model_type must be one that transformers knows, got {name!r}: {why}; nearest: {nearest}")
-    refuse_values(raw, where)
-    refuse_unread(raw, where)
     if (folder / SIDECAR).is_file():
         raise ValueError(
             f"{folder / SIDECAR} must be absent: it says how weights of 8 or 4 bits are stored, which specdec's own modules "
             "read, not transformers' code; nearest: backend='auto', where specdec has a module of its own for the model, or "
             "its checkpoint in bfloat16"
         )
+    refuse_values(raw, where)
+    refuse_unread(raw, where)
     try:
         read = as_transformers_reads(raw)
         config = (
