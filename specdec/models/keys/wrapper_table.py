@@ -56,9 +56,26 @@ class Wrapper(NamedTuple):
 
 # How names of text models' tensors begin in files: as transformers 5 calls its modules, and as most files have them.
 _NESTED = (("model.language_model.", "model."), ("language_model.model.", "model."), ("language_model.lm_head", "lm_head"))
+_BARE = (*_NESTED, ("model.", "model."))
+_TEXT_MODEL = (("model.text_model.", "model."),)
 _VISUAL = ("model.visual.", "visual.")
+_TOWER = ("model.vision_tower.", "vision_tower.", "model.multi_modal_projector.", "multi_modal_projector.")
+_NEWLINE = (*_TOWER, "model.image_newline", "image_newline")
+_CONNECTOR = ("model.vision_model.", "model.connector.")
+_ANY: dict[str, TextType] = {}
 # Of wrappers alone: which tokens stand for images, and how images become tokens.
-OF_IMAGES = frozenset("image_token_id video_token_id vision_start_token_id vision_end_token_id vision_config".split())
+OF_IMAGES = frozenset(
+    "_pad_token_id adapter_layer_norm_eps alignment_intermediate_size audio_config audio_token_id boa_token_id boi_token_id "
+    "boi_token_index downsample_factor downsample_ratio eoa_token_id eoa_token_index eoi_token_id eoi_token_index "
+    "ignore_index image_end_token_id image_grid_pinpoints image_seq_length image_size image_start_token_id image_token_id "
+    "image_token_index media_placeholder_token_id mm_tokens_per_image multimodal_projector_bias perceiver_config "
+    "projection_hidden_size projection_layer_norm_eps projector_bias projector_hidden_act projector_hidden_size "
+    "projector_layernorm_eps projector_use_layernorm scale_factor spatial_merge_size spatial_pool_mode spatial_pool_stride "
+    "use_image_newline_parameter use_unified_vision_chunk video_end_token_id video_placeholder video_seq_length "
+    "video_start_token_id video_token_id video_token_index vision_aspect_ratio vision_config vision_end_token_id "
+    "vision_feature_layer vision_feature_select_strategy vision_soft_tokens_per_image vision_start_token_id "
+    "vision_token_id visual_indicator_token_ids".split()
+)
 
 
 def _as_they_are(*names: str) -> dict[str, TextType]:
@@ -66,7 +83,86 @@ def _as_they_are(*names: str) -> dict[str, TextType]:
     return {name: TextType(name) for name in names}
 
 
+def _head_dim(config: dict[str, Any]) -> Any:
+    """Of classes that read no head_dim."""
+    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    return hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads > 0 else None
+
+
+_QWEN2_VL = TextType(
+    "qwen2",
+    {
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "max_window_layers": 80,
+    },
+)
+_QWEN3_VL = TextType(
+    "qwen3", {"num_key_value_heads": 32, "max_position_embeddings": 128000, "rope_theta": 5e5}, {"use_sliding_window": False}
+)
+_QWEN3_VL_MOE = TextType(
+    "qwen3_moe",
+    {"num_key_value_heads": 16, "max_position_embeddings": 128000, "rope_theta": 5e5, "head_dim": _head_dim},
+    {"norm_topk_prob": True, "use_sliding_window": False},
+)
+_GLM4V = TextType(
+    "glm4",
+    {"num_key_value_heads": 2, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0,
+     "head_dim": _head_dim},
+    {"attention_bias": True},
+)  # fmt: skip
+_GLM4V_MOE = TextType(
+    "glm4_moe",
+    {"num_key_value_heads": 8, "max_position_embeddings": 65536, "attention_bias": True, "head_dim": _head_dim,
+     "first_k_dense_replace": 1},
+    {"use_qk_norm": False},
+)  # fmt: skip
+_GLM4VS = {"glm4v_text": _GLM4V, "glm4v_moe_text": _GLM4V_MOE}
+_KIMI = ("vision_tower.", "model.vision_tower.", "mm_projector.", "model.mm_projector.")
+_GEMMA4 = ("model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio.")
+
 WRAPPERS = {
+    "qwen2_vl": Wrapper({"qwen2_vl_text": _QWEN2_VL}, _VISUAL, _BARE, flat=True),
+    "qwen2_5_vl": Wrapper({"qwen2_5_vl_text": _QWEN2_VL}, _VISUAL, _BARE, flat=True),
+    "qwen3_vl": Wrapper({"qwen3_vl_text": _QWEN3_VL}, _VISUAL, _NESTED),
+    "qwen3_vl_moe": Wrapper({"qwen3_vl_moe_text": _QWEN3_VL_MOE}, _VISUAL, _NESTED),
     "qwen3_5": Wrapper(_as_they_are("qwen3_5_text"), _VISUAL, _NESTED),
     "qwen3_5_moe": Wrapper(_as_they_are("qwen3_5_moe_text"), _VISUAL, _NESTED),
+    "gemma3": Wrapper(_as_they_are("gemma3_text"), _TOWER, _NESTED),
+    "gemma4": Wrapper(_as_they_are("gemma4_text"), _GEMMA4, _NESTED),
+    "glm4v": Wrapper(_GLM4VS, _VISUAL, _NESTED),
+    "glm4v_moe": Wrapper(_GLM4VS, _VISUAL, _NESTED),
+    "glm46v": Wrapper(_GLM4VS, _VISUAL, _NESTED),
+    # transformers 5.23 saves layers as blocks, for which it takes the vision tower's.
+    "kimi_k25": Wrapper(
+        {name: TextType("deepseek_v3") for name in ("deepseek_v3", "kimi_k2")},
+        _KIMI,
+        (("language_model.model.blocks.", "model.layers."), *_NESTED),
+    ),
+    "llama4": Wrapper(_as_they_are("llama4_text"), (*_TOWER, "vision_model.", "model.vision_model."), _NESTED),
+    "mistral3": Wrapper(_ANY, _TOWER, _NESTED),
+    "internvl": Wrapper(_ANY, _TOWER, _NESTED),
+    "llava": Wrapper(_ANY, _TOWER, _NESTED),
+    "llava_next": Wrapper(_ANY, _NEWLINE, _NESTED),
+    "llava_next_video": Wrapper(_ANY, _NEWLINE, _NESTED),
+    "llava_onevision": Wrapper(_ANY, _NEWLINE, _NESTED),
+    "vipllava": Wrapper(_ANY, _TOWER, _NESTED),
+    "aya_vision": Wrapper(_ANY, _TOWER, _NESTED),
+    "cohere2_vision": Wrapper(_ANY, _TOWER, _NESTED),
+    "got_ocr2": Wrapper(_ANY, _TOWER, _NESTED),
+    "lfm2_vl": Wrapper(_ANY, _TOWER, _NESTED),
+    "lighton_ocr": Wrapper(_ANY, ("model.vision_encoder.", "model.vision_projection."), _NESTED),
+    "video_llama_3": Wrapper(_ANY, ("model.vision_model.", "model.projector."), _NESTED),
+    "exaone4_5": Wrapper(_ANY, _VISUAL, _NESTED),
+    "idefics3": Wrapper(_ANY, _CONNECTOR, _TEXT_MODEL),
+    "smolvlm": Wrapper(_ANY, _CONNECTOR, _TEXT_MODEL),
+}
+# Why others are not: their text model is no target that stands alone.
+LEFT = {
+    "paligemma": "its attention over a prompt looks ahead",
+    "mllama": "its text model has layers of cross-attention",
+    "ernie4_5_vl_moe": "its text model has a mixture for images beside that for texts",
+    "gemma3n": "its embeddings of each layer were not tried within it",
 }

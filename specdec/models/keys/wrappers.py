@@ -1,7 +1,7 @@
 """Wrappers of texts and images: a text model's config inside another, and its tensors below another name.
 
-Only the text model is computed.  Its config comes out of the wrapper as if it had stood there alone; tensors of vision towers are
-known by how their names begin, and passed over (wrapper_table.py).  This file knows no weights and nothing of images.
+Only the text model is computed.  Its config comes out of the wrapper as if it had stood there alone; tensors of vision towers
+are known by how their names begin, and passed over (wrapper_table.py).  This file knows no weights and nothing of images.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from specdec.models.checkpoints.config_values import NotComputedHere, flag, mapping, text
 from specdec.models.keys.rope import without_mrope
+from specdec.models.keys.shared import EVERYWHERE
 from specdec.models.keys.wrapper_table import OF_IMAGES, WRAPPERS, TextType, Wrapper
 
 TIED = "tie_word_embeddings"
@@ -29,16 +30,7 @@ _OF_ALL = _OUTSIDE_FIRST | set(
     "auto_map compression_config initializer_range model_type quantization_config tie_word_embeddings unsloth_fixed "
     "unsloth_version use_cache".split()
 )
-# Keys that transformers 4 wrote into every config, those within others too, and that say nothing of a forward pass.
-EVERYWHERE = frozenset(
-    "add_cross_attention bad_words_ids begin_suppress_tokens chunk_size_feed_forward cross_attention_hidden_size "
-    "decoder_start_token_id diversity_penalty early_stopping encoder_no_repeat_ngram_size exponential_decay_length_penalty "
-    "finetuning_task forced_bos_token_id forced_eos_token_id id2label is_decoder is_encoder_decoder label2id length_penalty "
-    "min_length no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_scores prefix problem_type "
-    "pruned_heads remove_invalid_values repetition_penalty return_dict_in_generate suppress_tokens task_specific_params "
-    "tf_legacy_loss tie_encoder_decoder typical_p".split()
-)
-_SETTINGS = frozenset(  # the same, which configs that stand alone may have
+_SETTINGS = frozenset(  # what transformers 4 wrote into every config too, and configs that stand alone may have
     "do_sample max_length output_attentions output_hidden_states return_dict sep_token_id temperature tokenizer_class top_k "
     "top_p torchscript use_bfloat16".split()
 )
