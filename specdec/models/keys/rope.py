@@ -56,11 +56,8 @@ def without_mrope(raw: dict[str, Any], where: str) -> dict[str, Any]:
     for key, said in rope.items():
         sections, usual = said.get(MROPE[0]), {}
         if sections is not None:
-            if (
-                not isinstance(sections, list)
-                or len(sections) != 3
-                or any(type(each) is not int or each < 0 for each in sections)
-            ):
+            counts = sections if isinstance(sections, list) and len(sections) == 3 else [-1]
+            if any(type(each) is not int or each < 0 for each in counts):
                 raise ValueError(f"{where}: {key}: {MROPE[0]} must be three numbers of pairs, got {sections!r}"[:500])
             usual = {name: "default" for name in ("rope_type", "type") if said.get(name) == "mrope"}
         plain[key] = {name: x for name, x in {**said, **usual}.items() if name not in MROPE}
