@@ -54,6 +54,7 @@ def target_facts(target: str | Path) -> dict[str, Any]:
         "folder": str(place),
         "kind": "target",
         "family": config.family,
+        **({"wrapper": config.wrapper} if config.wrapper else {}),
         "architectures": raw.get("architectures"),
         "backend": chosen.backend,
         "why": chosen.reason,

@@ -149,8 +149,6 @@ WRAPPERS = {
     "llava_next_video": Wrapper(_ANY, _NEWLINE, _NESTED),
     "llava_onevision": Wrapper(_ANY, _NEWLINE, _NESTED),
     "vipllava": Wrapper(_ANY, _TOWER, _NESTED),
-    "aya_vision": Wrapper(_ANY, _TOWER, _NESTED),
-    "cohere2_vision": Wrapper(_ANY, _TOWER, _NESTED),
     "got_ocr2": Wrapper(_ANY, _TOWER, _NESTED),
     "lfm2_vl": Wrapper(_ANY, _TOWER, _NESTED),
     "lighton_ocr": Wrapper(_ANY, ("model.vision_encoder.", "model.vision_projection."), _NESTED),
@@ -164,5 +162,7 @@ LEFT = {
     "paligemma": "its attention over a prompt looks ahead",
     "mllama": "its text model has layers of cross-attention",
     "ernie4_5_vl_moe": "its text model has a mixture for images beside that for texts",
+    "aya_vision": "its logits are not the text model's, whose logit_scale it passes over",
+    "cohere2_vision": "its logits are not the text model's, whose logit_scale it passes over",
     "gemma3n": "its embeddings of each layer were not tried within it",
 }

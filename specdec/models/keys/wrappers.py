@@ -92,7 +92,7 @@ def unwrapped(raw: dict[str, Any], where: str) -> Unwrapped:
         raise ValueError(f"{where} lacks text_config, of which a {name} model's config is made")
     inside = _text_type(inner, wrapper, where_inside)
     inner = {key: value for key, value in without_mrope(inner, where_inside).items() if key not in EVERYWHERE | _SETTINGS}
-    _refuse_outer(outer, inner, where)
+    _refuse_outer(without_mrope(outer, where), inner, where)
     _refuse_fixed(inner, inside, where_inside)
     said = {key: value for key, value in outer.items() if value is not None and key in _OF_ALL}
     first = {key: said[key] for key in _OUTSIDE_FIRST & said.keys()}
@@ -104,6 +104,21 @@ def unwrapped(raw: dict[str, Any], where: str) -> Unwrapped:
     is_tied = ties.pop() if len(ties) == 1 else None
     config.pop(TIED, None)
     return Unwrapped({**config, **_unsaid(config, inside), **({} if is_tied is None else {TIED: is_tied})}, name, is_tied)
+
+
+def flattened(raw: dict[str, Any], where: str) -> dict[str, Any]:
+    """A draft head's config whose sizes stand in a text_config, as those of the wrapper do that it was made for, on one level.
+
+    ValueError if both levels say something and contradict each other.  Configs without text_config stay as they are.
+    """
+    inner = mapping(raw, "text_config", where)
+    if not inner:
+        return raw
+    outer = {key: value for key, value in raw.items() if key not in OF_IMAGES | {"text_config"} and value is not None}
+    for key in sorted(outer.keys() & inner.keys() - _OUTSIDE_FIRST - {"model_type"}):
+        if inner[key] not in (None, outer[key]):
+            raise ValueError(f"{where}: {key} must be the same in text_config, got {outer[key]!r} and {inner[key]!r}"[:500])
+    return {**inner, **outer, "model_type": inner.get("model_type", outer.get("model_type"))}
 
 
 def _text_type(inner: dict[str, Any], wrapper: Wrapper, where: str) -> TextType:

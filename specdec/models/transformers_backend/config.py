@@ -20,6 +20,7 @@ from specdec.models.keys.ends import GENERATION, of_texts
 from specdec.models.keys.names import by_own_names
 from specdec.models.keys.rope import parse_rope
 from specdec.models.keys.shared import MTP_COUNT, NATIVE_KEYS
+from specdec.models.keys.wrapper_table import LEFT, WRAPPERS
 from specdec.models.kv_source import check_shared_kinds
 from specdec.models.schemes.config import SIDECAR
 from specdec.models.transformers_backend.encoder_parts import ENCODER_DECODERS, decoder_config, num_decoder_layers
@@ -167,9 +168,11 @@ def _refuse(config: Any, where: str) -> None:
         )
     text = config.get_text_config(decoder=True)
     if text is not config:
+        why = f": {LEFT[name]}" if name in LEFT else ""
         raise ValueError(
-            f"{where}: {name} wraps several models; expected a text model's own folder, such as one whose config.json is this "
-            f"one's text_config ({text.model_type}) and whose weights are its decoder's"
+            f"{where}: {name} wraps several models, of which the text model can't be taken alone{why}; expected one of "
+            f"{', '.join(WRAPPERS)}, or a text model's own folder, such as one whose config.json is this one's text_config "
+            f"({text.model_type}) and whose weights are its decoder's"
         )
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"{where}: transformers has no causal language model of model_type {name!r}")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PreTrainedModel
 
+from specdec.attention.eager.dense import DenseAttention
+from specdec.models.registry import choose_target, load_chosen
 from toolkit.models import scaled
 
 TEXT: dict[str, Any] = dict(
@@ -55,8 +58,6 @@ WRAPPED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llava_next_video": (WIDTH | dict(model_type="llama"), {}),
     "llava_onevision": (dict(model_type="qwen2"), {}),
     "vipllava": (WIDTH | dict(model_type="llama"), {}),
-    "aya_vision": (WIDTH | WINDOWS | dict(model_type="cohere2"), {}),
-    "cohere2_vision": (WIDTH | WINDOWS | dict(model_type="cohere2"), {}),
     "got_ocr2": (dict(model_type="qwen2"), {}),
     "lfm2_vl": (dict(model_type="lfm2", layer_types=["conv", "full_attention"] * 2), {}),
     "lighton_ocr": (WIDTH | dict(model_type="qwen3"), {}),
@@ -89,3 +90,11 @@ def own_logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """What the wrapper itself says of texts without images.  ids: [rows, tokens]."""
     logits: Tensor = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
     return logits
+
+
+@torch.inference_mode()
+def our_logits(folder: Path, ids_T: Tensor) -> Tensor:
+    """What specdec makes of the folder."""
+    model = load_chosen(choose_target(folder), folder, 64, torch.device("cpu"), torch.float32, cuda_graphs=False)
+    attention = DenseAttention(model.config.layer_kinds, kv_layers=model.config.kv_source)
+    return model.logits(model(ids_T, torch.arange(len(ids_T)), attention).hidden_TH)
