@@ -127,7 +127,7 @@ def _text_type(inner: dict[str, Any], wrapper: Wrapper, where: str) -> TextType:
         if found is None:
             raise ValueError(f"{where} lacks model_type; expected the name of a family, such as 'llama'")
         return TextType(found)
-    if found not in wrapper.texts:
+    if found is None or found not in wrapper.texts:
         raise ValueError(f"{where}: model_type must be {' or '.join(map(repr, wrapper.texts))}, got {found!r}")
     return wrapper.texts[found]
 

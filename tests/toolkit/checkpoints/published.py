@@ -18,6 +18,13 @@ def _nested(name: str) -> str:
     return f"model.{name}"
 
 
+def _nested_bare(name: str) -> str:
+    """The same, of files with `model.` and `visual.`."""
+    if name.startswith("model."):
+        return name.replace("model.", "model.language_model.", 1)
+    return name if name.startswith("lm_head") else f"model.{name}"
+
+
 def _by_columns(name: str, tensor: Tensor) -> tuple[str, Tensor]:
     return name, tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor
 
@@ -48,7 +55,7 @@ def _kimi(raw: dict[str, Any]) -> dict[str, Any]:
         "media_placeholder_token_id": 3,
         "use_unified_vision_chunk": True,
         "video_placeholder": "<v>",
-        "ignore_index": -100,
+        "ignore_index": -1,
     }
     kept = {key: value for key, value in raw.items() if key not in ("image_token_id", "video_token_id")}
     return {**kept, **media, "text_config": {**raw["text_config"], **noise, **model}}
@@ -64,14 +71,7 @@ PUBLISHED: dict[str, tuple[Renamed, Callable[[dict[str, Any]], dict[str, Any]]]]
     "llama4": (lambda name, x: (name.replace("vision_model.", "model.vision_model."), x), _same),
     "kimi_k25": (lambda name, x: (name.replace("language_model.model.blocks.", "language_model.model.layers."), x), _kimi),
     "qwen2_vl": (lambda name, x: (name, x), _flat),
-    "qwen2_5_vl nested": (
-        lambda name, x: (
-            (name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else f"model.{name}", x)
-            if not name.startswith("lm_head")
-            else (name, x)
-        ),
-        _twice,
-    ),
+    "qwen2_5_vl nested": (lambda name, x: (_nested_bare(name), x), _twice),
 }
 
 

@@ -43,6 +43,11 @@ WRAPPED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen3_vl": (WIDTH | mrope(4, 2, 2, mrope_interleaved=True), {"tie_word_embeddings": True}),
     "qwen3_vl_moe": (WIDTH | MIXTURE | mrope(4, 2, 2, mrope_interleaved=True) | dict(num_local_experts=4, num_experts=4), {}),
     "gemma3": (WIDTH | WINDOWS | dict(query_pre_attn_scalar=10), {}),
+    "gemma4": (
+        WIDTH | dict(num_hidden_layers=6, layer_types=["sliding_attention", "full_attention"] * 3, num_kv_shared_layers=3,
+                     sliding_window=8, hidden_size_per_layer_input=8, vocab_size_per_layer_input=40, global_head_dim=16,
+                     attention_k_eq_v=True, use_double_wide_mlp=True), {},
+    ),
     "glm4v": (TWO_HEADS | mrope(1, 1, 2, partial_rotary_factor=0.5), {}),
     "glm4v_moe": (GLM_MIXTURE | TWO_HEADS | mrope(1, 1, 2, partial_rotary_factor=0.5), {}),
     "glm46v": (GLM_MIXTURE | TWO_HEADS | mrope(1, 1, 2, partial_rotary_factor=0.5) | dict(model_type="glm4v_moe_text"), {}),
