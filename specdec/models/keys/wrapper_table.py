@@ -26,12 +26,14 @@ class Wrapper(NamedTuple):
     passed_over: how the names of all tensors begin that no text needs.
     names: what names in files begin with, and what that becomes; the first that fits counts, and other names stay.
     flat: whether older configs have the text model's keys at their top.
+    scales_logits: whether its class scales and caps logits as the text model alone does; most pass such keys over.
     """
 
     texts: Mapping[str, TextType]
     passed_over: tuple[str, ...]
     names: tuple[tuple[str, str], ...]
     flat: bool = False
+    scales_logits: bool = False
 
     def own(self, name: str) -> str:
         """What a name in a file is in the text model alone."""
@@ -131,7 +133,7 @@ WRAPPERS = {
     "qwen3_5": Wrapper(_as_they_are("qwen3_5_text"), _VISUAL, _NESTED),
     "qwen3_5_moe": Wrapper(_as_they_are("qwen3_5_moe_text"), _VISUAL, _NESTED),
     "gemma3": Wrapper(_as_they_are("gemma3_text"), _TOWER, _NESTED),
-    "gemma4": Wrapper(_as_they_are("gemma4_text"), _GEMMA4, _NESTED),
+    "gemma4": Wrapper(_as_they_are("gemma4_text"), _GEMMA4, _NESTED, scales_logits=True),
     "glm4v": Wrapper(_GLM4VS, _VISUAL, _NESTED),
     "glm4v_moe": Wrapper(_GLM4VS, _VISUAL, _NESTED),
     "glm46v": Wrapper(_GLM4VS, _VISUAL, _NESTED),
@@ -157,6 +159,12 @@ WRAPPERS = {
     "idefics3": Wrapper(_ANY, _CONNECTOR, _TEXT_MODEL),
     "smolvlm": Wrapper(_ANY, _CONNECTOR, _TEXT_MODEL),
 }
+# What text models alone do to their logits, and the values that do nothing; and families whose class does so unsaid.
+SCALES = {
+    "final_logit_softcapping": None, "logit_scale": 1, "logits_scaling": 1, "logits_divisor": 1, "lm_head_multiplier": 1,
+    "output_multiplier": 1,
+}  # fmt: skip
+SCALED = ("cohere", "cohere2", "cohere2_moe", "gemma2")
 # Why others are not: their text model is no target that stands alone.
 LEFT = {
     "paligemma": "its attention over a prompt looks ahead",

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from specdec.models.checkpoints.config_values import NotComputedHere, flag, mapping, text
 from specdec.models.keys.rope import without_mrope
 from specdec.models.keys.shared import EVERYWHERE
-from specdec.models.keys.wrapper_table import OF_IMAGES, WRAPPERS, TextType, Wrapper
+from specdec.models.keys.wrapper_table import OF_IMAGES, SCALED, SCALES, WRAPPERS, TextType, Wrapper
 
 TIED = "tie_word_embeddings"
 # Of the whole model where the wrapper says them, as transformers reads them.
@@ -94,6 +94,8 @@ def unwrapped(raw: dict[str, Any], where: str) -> Unwrapped:
     inner = {key: value for key, value in without_mrope(inner, where_inside).items() if key not in EVERYWHERE | _SETTINGS}
     _refuse_outer(without_mrope(outer, where), inner, where)
     _refuse_fixed(inner, inside, where_inside)
+    if not wrapper.scales_logits:
+        _refuse_scales(inner, inside.family, name, where_inside)
     said = {key: value for key, value in outer.items() if value is not None and key in _OF_ALL}
     first = {key: said[key] for key in _OUTSIDE_FIRST & said.keys()}
     if first.keys() & {"dtype", "torch_dtype"}:
@@ -157,6 +159,17 @@ def _refuse_fixed(inner: dict[str, Any], inside: TextType, where: str) -> None:
                 f"{where}: {key} must be {value!r} or absent, got {inner[key]!r}: transformers' class of the text model passes "
                 "the key over"
             )
+
+
+def _refuse_scales(inner: dict[str, Any], family: str, name: str, where: str) -> None:
+    """NotComputedHere if the text model alone would scale or cap logits, which transformers' class of the wrapper does not."""
+    said = [f"{key} {inner[key]!r}" for key, nothing in SCALES.items() if inner.get(key) not in (None, nothing)]
+    if said or family in SCALED:
+        raise NotComputedHere(
+            f"{where}: logits of a {family} model must be neither scaled nor capped within {name}, whose class in transformers "
+            f"passes that over, got {' and '.join(said) or 'what the family does by default'}: which of the two was trained is "
+            "not known; nearest thing that works: the text model in a folder of its own"
+        )
 
 
 def _unsaid(config: dict[str, Any], inside: TextType) -> dict[str, Any]:

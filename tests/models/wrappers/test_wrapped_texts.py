@@ -19,10 +19,9 @@ from toolkit.models import save_eagle3
 from transformers import PreTrainedModel
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
-from specdec.models.registry import choose_target
+from specdec.models.registry import choose_target, family_of
 
-BY_TRANSFORMERS = ("gemma3", "glm4v", "llama4", "exaone4_5")
-USUAL = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "gemma3", "glm4v_moe", "kimi_k25", "llama4", "mistral3")
+USUAL = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "gemma3", "gemma4", "glm4v_moe", "kimi_k25", "llama4", "mistral3")
 OTHERS = tuple(name for name in WRAPPED if name not in USUAL)
 
 
@@ -39,7 +38,7 @@ def check(name: str, folder: Path, **more: Any) -> None:
     model.save_pretrained(folder)
     ids = torch.randint(40, (1, 21), generator=torch.Generator().manual_seed(3))
     chosen, want = choose_target(folder), own_logits(model, ids)[0]
-    assert (chosen.config.wrapper, chosen.backend) == (name, "transformers" if name in BY_TRANSFORMERS else "native")
+    assert (chosen.config.wrapper, chosen.native) == (name, family_of(chosen.config.family))
     with pytest.warns(UserWarning, match=r"texts alone are read: \d+ tensors of [\d,]+ bytes are passed over"):
         got = our_logits(folder, ids[0])
     torch.testing.assert_close(got, want, atol=3e-5 * float(want.abs().max()), rtol=1e-4)

@@ -46,7 +46,7 @@ WRAPPED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gemma4": (
         WIDTH | dict(num_hidden_layers=6, layer_types=["sliding_attention", "full_attention"] * 3, num_kv_shared_layers=3,
                      sliding_window=8, hidden_size_per_layer_input=8, vocab_size_per_layer_input=40, global_head_dim=16,
-                     attention_k_eq_v=True, use_double_wide_mlp=True), {},
+                     attention_k_eq_v=True, use_double_wide_mlp=True, pad_token_id=0, final_logit_softcapping=9.0), {},
     ),
     "glm4v": (TWO_HEADS | mrope(1, 1, 2, partial_rotary_factor=0.5), {}),
     "glm4v_moe": (GLM_MIXTURE | TWO_HEADS | mrope(1, 1, 2, partial_rotary_factor=0.5), {}),
@@ -78,8 +78,9 @@ def wrapped_model(name: str, seed: int = 0, text: dict[str, Any] | None = None, 
     own, around = WRAPPED[name]
     usual = CONFIG_MAPPING[name]()
     inside = {**TEXT, "model_type": usual.text_config.model_type, **own, **(text or {})}
-    known = usual.vision_config.to_dict()
-    vision = {"model_type": usual.vision_config.model_type, **{key: value for key, value in VISION.items() if key in known}}
+    seeing = usual.vision_config or CONFIG_MAPPING[f"{name}_vision"]()
+    known = seeing.to_dict()
+    vision = {"model_type": seeing.model_type, **{key: value for key, value in VISION.items() if key in known}}
     config = CONFIG_MAPPING[name](text_config=inside, vision_config=vision, **{**around, **more})
     model: PreTrainedModel = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").float().eval()
     generator = torch.Generator().manual_seed(seed)
