@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from toolkit.checkpoints.published import PUBLISHED, as_published
-from toolkit.checkpoints.wrapped import WRAPPED, our_logits, own_logits, wrapped_model
 from toolkit.families import MARGIN
 from toolkit.models import save_eagle3
+from toolkit.wrappers.published import PUBLISHED, as_published
+from toolkit.wrappers.wrapped import WRAPPED, our_logits, own_logits, wrapped_model
 from transformers import PreTrainedModel
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder

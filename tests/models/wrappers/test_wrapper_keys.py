@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from toolkit.checkpoints.plans import plan_memory
-from toolkit.checkpoints.wrapped import WRAPPED, our_logits, wrapped_model
 from toolkit.oracles.quantised import SCHEMES, as_quantised
+from toolkit.wrappers.wrapped import WRAPPED, our_logits, wrapped_model
 from transformers import CONFIG_MAPPING
 
 from specdec import EngineOptions
