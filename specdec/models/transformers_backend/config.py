@@ -172,7 +172,7 @@ def _refuse(config: Any, where: str) -> None:
         raise ValueError(
             f"{where}: {name} wraps several models, of which the text model can't be taken alone{why}; expected one of "
             f"{', '.join(WRAPPERS)}, or a text model's own folder, such as one whose config.json is this one's text_config "
-            f"({text.model_type}) and whose weights are its decoder's"
+            f"({getattr(text, 'model_type', text)!s}) and whose weights are its decoder's"
         )
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"{where}: transformers has no causal language model of model_type {name!r}")
