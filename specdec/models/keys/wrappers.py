@@ -53,12 +53,9 @@ def refuse_wrapped(names: Iterable[str], family: str, where: str) -> None:
     if not inside:
         return
     found, begin = next(iter(inside.items()))
-    fitting = [
-        model_type
-        for model_type, wrapper in WRAPPERS.items()
-        if any(begin == each for each, _ in wrapper.names)
-        and (not wrapper.texts or family in {text.family for text in wrapper.texts.values()})
-    ]
+    named = {model_type: each for model_type, each in WRAPPERS.items() if any(begin == one for one, _ in each.names)}
+    own = [name for name, each in named.items() if family in {text.family for text in each.texts.values()}]
+    fitting = own or [name for name, each in named.items() if not each.texts][:3]
     if fitting:
         raise ValueError(
             f"{where}: model_type must be {' or '.join(map(repr, fitting))}, since tensors are named as in that wrapper "
