@@ -98,6 +98,8 @@ def _show(plans: dict[str, MemoryPlan], is_one: bool) -> None:
         table.add_row("the GPU has", _gigabytes(plan.memory))
     out.print(table)
     out.print(f"the target's weights: {plan.target_weights}")
+    if plan.passed_over:
+        out.print(f"passed over, since texts alone are read: {plan.passed_over:,} bytes of tensors that images need")
     if plan.experts:
         out.print(f"experts: {plan.experts}")
     names = ("target", "draft head")

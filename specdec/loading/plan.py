@@ -86,6 +86,7 @@ class MemoryPlan(NamedTuple):
     ranks: int = 1  # that share the models, each on a GPU; bytes are those of the fullest one
     experts: str = ""  # what a rank holds of a mixture's experts, and why
     refusal: str = ""  # why no GPU runs it, whatever its memory
+    passed_over: int = 0  # bytes of the files that images need, and no text
 
     @property
     def total(self) -> int:
@@ -147,6 +148,7 @@ def plan_memories(
         ranks=options.tensor_parallel_size,
         experts=experts_line(config, settings),
         refusal=_refusal(config, settings),
+        passed_over=pair.checkpoint.passed_over_bytes,
     )
 
     def holds(length: int) -> bool:

@@ -122,6 +122,7 @@ class ModelConfig:
     shard: which rank's share of the model this is; the counts of heads and intermediate_size are then that share's.
     kv_copies: how many neighbouring ranks hold the same key/value heads.
     output_names: what checkpoints call the matrices that end a layer's blocks.
+    wrapper: the model_type of the wrapper that this is the text model of; empty: it stands alone.
     """
 
     family: str
@@ -169,6 +170,7 @@ class ModelConfig:
     shard: Shard = Shard()
     kv_copies: int = 1
     output_names: OutputNames = OutputNames()
+    wrapper: str = ""
 
     def __post_init__(self) -> None:
         if set(self.layer_kinds) <= {FULL}:  # a copy of another config may have another number of layers

@@ -74,7 +74,8 @@ def print_facts(facts: dict[str, Any], console: Console) -> None:
 
 def _print_target(facts: dict[str, Any], console: Console) -> None:
     named = ", ".join(facts["architectures"] or ())
-    console.print(Text(f"{facts['folder']}: a {facts['family']} target{named and f' ({named})'}", "bold"))
+    inside = f", the text model within {facts['wrapper']}" if "wrapper" in facts else ""
+    console.print(Text(f"{facts['folder']}: a {facts['family']} target{named and f' ({named})'}{inside}", "bold"))
     code = {"native": "specdec's own module", "transformers": "transformers' code with specdec's attention"}
     console.print(Text(f"runs through {code[facts['backend']]}: {facts['why']}"))
     weights = {key: f"{value:,}" if isinstance(value, int) else value for key, value in facts["weights"].items()}

@@ -20,10 +20,11 @@ from specdec.models.checkpoints.loader import DTYPES
 from specdec.models.checkpoints.mistaken import head_mark, tensor_mark
 from specdec.models.checkpoints.mtp_names import count_key, mtp_prefixes
 from specdec.models.config import NO_ROPE, ModelConfig, RopeConfig, read_json
+from specdec.models.described import target_json
 from specdec.models.gguf.file import is_gguf, open_gguf
 from specdec.models.kv import cache_layout
 from specdec.models.mixtures.fill import in_runs
-from specdec.models.registry import TargetChoice, check_chosen, choose_target, target_json
+from specdec.models.registry import TargetChoice, check_chosen, choose_target
 from specdec.models.schemes.size import matrix_size, quantised_and_dense
 from specdec.prompts.tokenizer import Tokenizer
 
@@ -53,6 +54,7 @@ def target_facts(target: str | Path) -> dict[str, Any]:
         "folder": str(place),
         "kind": "target",
         "family": config.family,
+        **({"wrapper": config.wrapper} if config.wrapper else {}),
         "architectures": raw.get("architectures"),
         "backend": chosen.backend,
         "why": chosen.reason,

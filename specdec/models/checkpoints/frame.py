@@ -19,7 +19,8 @@ from specdec.models.checkpoints.mistaken import refuse_head_tensors
 from specdec.models.checkpoints.mtp_names import mtp_prefixes, refuse_uncounted
 from specdec.models.checkpoints.unsaid_quantisation import refuse_unsaid_quantisation
 from specdec.models.config import ModelConfig
-from specdec.models.keys.wrappers import WRAPPERS, refuse_wrapped
+from specdec.models.keys.wrapper_table import WRAPPERS
+from specdec.models.keys.wrappers import refuse_wrapped
 from specdec.models.schemes.config import AT_LOAD
 from specdec.models.sharding import share_of
 from specdec.parallel.shard import WHOLE, Shard
@@ -66,7 +67,7 @@ def load_family(
 
 def open_target(folder: Path, config: ModelConfig) -> Checkpoint:
     """The folder's tensors, stored as the config says.  ValueError if it ignores quantised weights, or they are a head's."""
-    by_expert, wrapper = config.experts is not None, WRAPPERS.get(config.family)
+    by_expert, wrapper = config.experts is not None, WRAPPERS.get(config.wrapper)
     checkpoint = Checkpoint(folder, True, config.quantization, by_expert, wrapper, config.family)
     refuse_head_tensors(checkpoint.names(), folder)
     if config.quantization is None or config.quantization.method == AT_LOAD:
