@@ -1,4 +1,4 @@
-"""Finds and opens the drafter that a caller names: a kind with a name by it, a head by its folder or hub id."""
+"""Finds and opens the drafter that a caller names: a kind with a name by it, a head or a model by its folder or hub id."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 from specdec.checks import nearest_name
 from specdec.draft.formats.open import HowToRead
 from specdec.draft.kind import OpenDrafter
-from specdec.draft.kinds import KINDS, all_kinds, kind_of
+from specdec.draft.kinds import KINDS, all_kinds, kind_of, kind_of_files
 from specdec.draft.load import HeadDrafter
-from specdec.models.checkpoints.checkpoint import resolve_folder
+from specdec.models.checkpoints.checkpoint import resolve_target
 from specdec.models.checkpoints.mistaken import refuse_itself
 from specdec.models.config import ModelConfig
 from specdec.options import EngineOptions
@@ -18,11 +18,13 @@ HEADS_ONLY = ("draft_format", "draft_pickle", "draft_quantize", "beyond_trained"
 
 
 def head_folder(draft: str | Path) -> Path:
-    """The folder of a head.  ValueError or TypeError if there is none; it names a kind that is spelled alike."""
+    """The folder of a head or of a small model, or that one's GGUF file.  ValueError or TypeError if there is none; it names a
+    kind that is spelled alike.
+    """
     if isinstance(draft, bool):
         raise TypeError(f"draft must be a folder, a hub id or the name of a kind, got {draft}; nearest setting: draft=None")
     try:
-        return resolve_folder(draft, "draft")
+        return resolve_target(draft, "draft")
     except ValueError as error:
         if not (meant := nearest_name(str(draft).strip(), [*KINDS, "None"])):
             raise
@@ -30,7 +32,7 @@ def head_folder(draft: str | Path) -> Path:
 
 
 def find_drafter(draft: str | Path | None, options: EngineOptions) -> str | Path | None:
-    """The name of a kind, or the folder of a head; None for no drafter.  A hub is asked once, here.
+    """The name of a kind, or the place of a drafter's files; None for no drafter.  A hub is asked once, here.
 
     A folder that is called as a kind is named with its path: "./ngram".  ValueError or TypeError if there is no such drafter,
     or for an option that would do nothing.
@@ -56,8 +58,11 @@ def open_drafter(
         best = next(kind for kind in kinds if not kind.refusal(target_folder, target))
         return f"draft={best.name!r}, {best.instead}"
 
-    refuse_itself(Path(found), target_folder, instead)
-    return HeadDrafter(Path(found), target, how_to_read(options))
+    place = Path(found)
+    refuse_itself(place, target_folder, instead)
+    if by_files := kind_of_files(place, options):
+        return by_files.open(place, options, target_folder, target)
+    return HeadDrafter(place, target, how_to_read(options))
 
 
 def how_to_read(options: EngineOptions) -> HowToRead:

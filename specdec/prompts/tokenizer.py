@@ -116,6 +116,10 @@ class Tokenizer:
             self._pieces[token_id] = both[len(alone) :] if both.startswith(alone) else self._inner.decode([token_id])
         return self._pieces[token_id]
 
+    def tokens(self) -> dict[int, str] | None:
+        """Each id's token as the vocabulary spells it, added tokens too; None without a tokenizer."""
+        return None if self._inner is None else {index: token for token, index in self._inner.get_vocab().items()}
+
     def as_json(self) -> str:
         """The tokenizer as a tokenizer.json has it.  ValueError without one."""
         inner = self._need("a grammar")
