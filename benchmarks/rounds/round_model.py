@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rounds.round_8b import TARGET, Case, measure, show, spec_of
 
+from rounds.round_8b import TARGET, Case, measure, show, spec_of
 from specdec.draft.model.head import SmallModel
 from specdec.models.causal_lm import CausalLM
 from specdec.models.checkpoints.loader import build
@@ -66,7 +66,8 @@ def main() -> None:
         row["bar"] = BAR * (row["phases_ms"]["verify"] + spec.max_steps * alone[at])
         rows.append(row)
         show(row)
-        print(f"         the small model's own step {alone[at]:.2f} ms; {row['ms'] / row['bar'] * BAR:.3f} of the sum", flush=True)
+        share = row["ms"] / row["bar"] * BAR
+        print(f"         the small model's own step {alone[at]:.2f} ms; the round is {share:.3f} of the sum", flush=True)
         torch.cuda.empty_cache()
     if args.out:
         result = {

@@ -26,8 +26,8 @@ class SmallModelWorker(DraftWorker):
     def _read_prompts(self, prompts: RaggedPrompts, next_ids_T: Tensor, features_TH: Tensor) -> Tensor:
         """Runs the model over parts of prompts, and over the token after each part.
 
-        The hidden state [B, H] after that token leads to the first level where the prompt ends.  Elsewhere it leads nowhere, and
-        the next part writes the token's keys and values again.
+        The hidden state [B, H] after that token leads to the first level where the prompt ends.  Elsewhere it leads nowhere,
+        and the next part writes the token's keys and values again.
         """
         groups, last_B = self.cache.group_numbers, prompts.last_B
         tables = prompts.tables_of(groups)

@@ -83,8 +83,8 @@ def refuse_target_tensors(names: Iterable[str], folder: Path) -> None:
         has_mtp = any(part in name for name in held for part in _MTP)
         own = "draft='mtp' where it is the target, whose own MTP layers then draft, or " if has_mtp else ""
         raise ValueError(
-            f"{folder}: expected a draft head, got a whole model's weights ({mark}); nearest thing that works: {own}this folder "
-            "as draft= without a draft_format, which drafts as a small model for targets of its vocabulary"
+            f"{folder}: expected a draft head, got a whole model's weights ({mark}); nearest thing that works: {own}this "
+            "folder as draft= without a draft_format, which then drafts as a small model for targets of its vocabulary"
         )
 
 

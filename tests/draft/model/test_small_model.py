@@ -1,7 +1,7 @@
 """A small model as drafter in an engine: the text stays the target's, and a copy of the target is always right.
 
-Keeps out: tokens whose keys a drafter never wrote, or wrote a slot or a position beside their own: after prompts, chunks, cached
-pages, rounds and pauses.
+Keeps out: tokens whose keys a drafter never wrote, or wrote a slot or a position beside their own: after prompts, chunks,
+cached pages, rounds and pauses.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def test_sampled_drafts_know_the_target_s_noise(zoo: Zoo) -> None:
 
 @pytest.mark.parametrize("drafter", ["model-near", "model-window"])  # the second has a key head that both ranks hold
 def test_ranks_share_a_model(zoo: Zoo, drafter: str) -> None:
-    """Keeps out: sums that are not added up, a vocabulary's run taken for the whole; caches hold NaN where nothing was written."""
+    """Keeps out: sums that are not added up, a vocabulary's run taken for the whole.  Unwritten slots hold NaN."""
     prompts, spec = ragged_prompts(40, 4)[2:], SpecConfig(3, 2, 6)
 
     def use(decoder: SpecDecoder) -> list[tuple[list[int], list[int]]]:
