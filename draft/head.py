@@ -90,8 +90,8 @@ class StepHead(Head):
     A head reads pairs.  Pair i consists of the embedding of token i + 1 and the feature of token i, and predicts token i + 2.
     The head's hidden output takes the place of the next pair's feature.
     hidden_size: H.
-    own_slots: whether what it keeps of a token lies in the token's own slot, at its own position, as of a model that reads tokens
-        alone; if not, pair i lies in the slot of token i, at that one's position.
+    own_slots: whether what it keeps of a token lies in the token's own slot, at its own position, as of a model that reads
+        tokens alone; if not, pair i lies in the slot of token i, at that one's position.
     """
 
     hidden_size: int
