@@ -52,17 +52,24 @@ def open_drafter(
     if kind := kind_of(found):
         return kind.open(target_folder, target)
 
+    place = Path(found)
+    if (by_files := open_by_files(place, options, target, target_folder)) is not None:
+        return by_files
+    return HeadDrafter(place, target, how_to_read(options))
+
+
+def open_by_files(place: Path, options: EngineOptions, target: ModelConfig, target_folder: Path) -> OpenDrafter | None:
+    """What a kind makes of files that it knows; None: they are a head's.  ValueError if they are the target's own."""
+
     def instead() -> str:
         """A kind that can draft for the target; one with weights rather than one without."""
         kinds = sorted(all_kinds(), key=lambda kind: not kind.has_files)
         best = next(kind for kind in kinds if not kind.refusal(target_folder, target))
         return f"draft={best.name!r}, {best.instead}"
 
-    place = Path(found)
     refuse_itself(place, target_folder, instead)
-    if by_files := kind_of_files(place, options):
-        return by_files.open(place, options, target_folder, target)
-    return HeadDrafter(place, target, how_to_read(options))
+    kind = kind_of_files(place, options)
+    return None if kind is None else kind.open(place, options, target_folder, target)
 
 
 def how_to_read(options: EngineOptions) -> HowToRead:

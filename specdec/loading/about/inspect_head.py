@@ -13,10 +13,10 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from specdec.draft.find import how_to_read, refuse_idle
+from specdec.draft.find import how_to_read, open_by_files, refuse_idle
 from specdec.draft.formats.facts import UNKNOWN, facts_of
 from specdec.draft.formats.open import open_head
-from specdec.draft.kinds import all_kinds, kind_of, kind_of_files
+from specdec.draft.kinds import all_kinds, kind_of
 from specdec.loading.about.inspect_target import stored_as
 from specdec.loading.about.pairs import pairs
 from specdec.loading.vocabularies import check_vocabulary
@@ -42,12 +42,7 @@ def head_facts(head: str | Path, target: str | Path | None, options: EngineOptio
     if folder is None:
         assert kind and config and target_folder
         folder, facts = target_folder, kind.open(target_folder, config).facts()
-    elif by_files := kind_of_files(folder, options):
-        if target_folder is None or config is None:
-            raise ValueError(
-                f"MODEL: {folder} holds a whole model, which drafts for targets of its vocabulary; as a drafter it needs --target"
-            )
-        opened = by_files.open(folder, options, target_folder, config)
+    elif config and target_folder and (opened := open_by_files(folder, options, config, target_folder)):
         check_vocabulary(opened, target_folder, config)
         facts = opened.facts()
     else:

@@ -84,7 +84,7 @@ def refuse_target_tensors(names: Iterable[str], folder: Path) -> None:
         own = "draft='mtp' where it is the target, whose own MTP layers then draft, or " if has_mtp else ""
         raise ValueError(
             f"{folder}: expected a draft head, got a whole model's weights ({mark}); nearest thing that works: {own}this "
-            "folder as draft= without a draft_format, which then drafts as a small model for targets of its vocabulary"
+            "folder as draft= beside a target of its vocabulary, without a draft_format: a small model drafts then"
         )
 
 
@@ -93,7 +93,7 @@ def refuse_itself(draft: Path, target: Path, instead: Callable[[], str]) -> None
     if draft.exists() and target.exists() and draft.samefile(target):
         raise ValueError(
             f"draft: {draft} is the target itself, and a model does not draft for itself; nearest thing that works: "
-            f"{instead()}, or the folder of a head that was trained for it"
+            f"{instead()}, or the folder of a head that was trained for it, or of a smaller model of its vocabulary"
         )
 
 
