@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from specdec.draft.drafter import DraftModel
+    from specdec.draft.model.translation import Translation
     from specdec.models.checkpoints.checkpoint import Checkpoint
     from specdec.models.config import ModelConfig
     from specdec.models.target import Target
@@ -102,7 +103,7 @@ class OpenDrafter:
     model: it without its weights: which trees it grows, what it needs, and how far it writes.
     checkpoint: what its tensors are; None: it has none.
     is_apart: whether these files are its own, and not its target's.
-    own_text: where the tokenizer of its own is, whose tokens must be the target's; None: it has none.
+    own_text: where the tokenizer of its own is; None: it has none, and its tokens are the target's.
     """
 
     checkpoint: Checkpoint | None = None
@@ -116,9 +117,18 @@ class OpenDrafter:
         """It with its weights.  max_positions: length of its rotary table.  To be called once."""
         return self.model
 
+    def translate(self, words: Translation) -> None:
+        """Has it read and draft its target's tokens by the text behind them.  Asked of those with a text of their own alone."""
+        raise NotImplementedError
+
     def unkept(self, target: Checkpoint) -> set[str]:
         """The checkpoint's tensors that take no memory once it is loaded beside the target."""
         return set()
+
+    @property
+    def added_values(self) -> int:
+        """How many numbers it keeps in memory that are none of its tensors'."""
+        return 0
 
     def facts(self) -> Facts:
         """What its files hold; asked of drafters with files alone."""

@@ -13,6 +13,7 @@ import torch
 from specdec.draft.kind import Facts, OpenDrafter
 from specdec.draft.model.facts import facts_of
 from specdec.draft.model.head import SmallModel
+from specdec.draft.model.translation import Translation
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.mistaken import head_mark, model_mark
 from specdec.models.config import ModelConfig, read_json
@@ -36,6 +37,7 @@ class OpenSmallModel(OpenDrafter):
 
     is_apart = True
     checkpoint: Checkpoint
+    words: Translation | None
 
     def __init__(self, place: Path, options: EngineOptions, target: ModelConfig) -> None:
         if options.draft_pickle:
@@ -50,18 +52,33 @@ class OpenSmallModel(OpenDrafter):
             chosen = chosen._replace(config=windowed(chosen.config))
         self.place, self.chosen, self.own_text = place, chosen, place
         self.checkpoint, self.target_ids = check_chosen(chosen, place), target.vocab_size
+        self.ranks, self.words = options.tensor_parallel_size, None
         super().__init__(SmallModel(empty_target(chosen), target.vocab_size))
 
     def load(self, target: Target, max_positions: int, device: torch.device, dtype: torch.dtype) -> SmallModel:
         """With its weights, or with this rank's share of them."""
         own = load_chosen(self.chosen, self.place, max_positions, device, dtype, False, target.group, self.checkpoint)
-        return SmallModel(own, self.target_ids)
+        return SmallModel(own, self.target_ids, self.words)
+
+    def translate(self, words: Translation) -> None:
+        if self.ranks > 1:
+            raise ValueError(
+                f"draft: {self.place} has other tokens than the target, which a model on one process drafts, got "
+                f"tensor_parallel_size={self.ranks}; nearest thing that works: tensor_parallel_size=1, or a model of its tokens"
+            )
+        self.words = words
+        self.model = SmallModel(empty_target(self.chosen), self.target_ids, words)
 
     def unkept(self, target: Checkpoint) -> set[str]:
-        return {"lm_head.weight"} if self.chosen.config.tie_embeddings else set()
+        tables = {"model.embed_tokens.weight", "lm_head.weight"}
+        return tables if self.words else {"lm_head.weight"} if self.chosen.config.tie_embeddings else set()
+
+    @property
+    def added_values(self) -> int:
+        return 0 if self.words is None else (len(self.words.reads) + len(self.words.drafts)) * self.chosen.config.hidden_size
 
     def facts(self) -> Facts:
-        return facts_of(self.chosen, self.checkpoint, self.target_ids)
+        return facts_of(self.chosen, self.checkpoint, self.target_ids, self.words)
 
 
 def refusal_by_target(target: ModelConfig) -> str:

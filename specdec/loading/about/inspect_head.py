@@ -19,7 +19,7 @@ from specdec.draft.formats.open import open_head
 from specdec.draft.kinds import all_kinds, kind_of
 from specdec.loading.about.inspect_target import stored_as
 from specdec.loading.about.pairs import pairs
-from specdec.loading.vocabularies import check_vocabulary
+from specdec.loading.vocabularies import match_vocabulary
 from specdec.models.checkpoints.checkpoint import resolve_target
 from specdec.models.registry import choose_target
 from specdec.options import EngineOptions
@@ -43,7 +43,7 @@ def head_facts(head: str | Path, target: str | Path | None, options: EngineOptio
         assert kind and config and target_folder
         folder, facts = target_folder, kind.open(target_folder, config).facts()
     elif config and target_folder and (opened := open_by_files(folder, options, config, target_folder)):
-        check_vocabulary(opened, target_folder, config)
+        match_vocabulary(opened, target_folder, config)
         facts = opened.facts()
     else:
         is_named = options.draft_format != "auto"

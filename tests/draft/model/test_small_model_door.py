@@ -61,7 +61,10 @@ def test_what_is_said_of_it(zoo: Zoo, capsys: pytest.CaptureFixture[str]) -> Non
     assert facts["head"]["tokens that both have"] == 40 and "model.norm.weight" in facts["tensors"]
     assert main(["inspect", str(zoo.target("llama")), "--target", str(zoo.target("qwen3"))]) == 0
     assert "layout model (detected)" in " ".join(capsys.readouterr().out.split())
-    assert target_facts(zoo.target("llama"))["drafters"]["a small model's folder"] == "one of its tokens, of which the target has 40"
+    assert (
+        target_facts(zoo.target("llama"))["drafters"]["a small model's folder"]
+        == "one of its tokens, of which the target has 40"
+    )
     assert dict(drafter_rows())["model"].startswith("a causal language model")
 
 
@@ -81,7 +84,9 @@ def test_the_plan_counts_what_is_kept(zoo: Zoo) -> None:
 def test_other_tokens_are_refused(zoo: Zoo, tmp_path: Path) -> None:
     """Keeps out: a model whose ids mean other texts, of which nothing would be accepted; tokens told apart by their number."""
     words, letters = zoo.target("words"), zoo.target("bytes")
-    refused(words, letters, r"must have the target's tokens, got other ones for 384 of the ids .* has 384 ids, and the target 512")
+    refused(
+        words, letters, r"must have the target's tokens, got other ones for 384 of the ids .* has 384 ids, and the target 512"
+    )
     refused(shipped.target_folder(), zoo.target("llama"), "has 40 ids, and the target 2048, and .* holds no tokenizer")
     swapped = tmp_path / "swapped"
     shutil.copytree(words, swapped)
@@ -165,7 +170,9 @@ def test_the_look_at_it(zoo: Zoo) -> None:
     letters = zoo.target("bytes")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with SpecDecoder.from_pretrained(letters, zoo.head("bytes", "model-copy"), SPEC, device="cpu", max_seq_len=256) as decoder:
+        with SpecDecoder.from_pretrained(
+            letters, zoo.head("bytes", "model-copy"), SPEC, device="cpu", max_seq_len=256
+        ) as decoder:
             assert decoder.settings.first_accepted == 1.0
     with pytest.warns(UserWarning, match=r"accept \d\.\d% of what the small model drafts, too few to pay"):
         SpecDecoder.from_pretrained(letters, zoo.head("bytes", "model-more-ids"), SPEC, device="cpu", max_seq_len=256).close()

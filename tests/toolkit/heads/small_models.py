@@ -40,6 +40,23 @@ def save_other(folder: Path, target: Path, name: str, **changes: Any) -> Path:
     return folder
 
 
+def save_permuted(folder: Path, target: Path, more: int = 16) -> Path:
+    """A copy of the target whose tokens have other ids, among some that it has for itself."""
+    shutil.copytree(target, folder)
+    tensors, raw = load_file(folder / "model.safetensors"), json.loads((folder / "tokenizer.json").read_text())
+    config = json.loads((folder / "config.json").read_text())
+    V = config["vocab_size"] + more
+    new_V = torch.randperm(V, generator=torch.Generator().manual_seed(3))[: V - more]
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        rows = torch.randn(V, tensors[name].shape[1], generator=torch.Generator().manual_seed(4))
+        tensors[name] = rows.index_copy(0, new_V, tensors[name])
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": V}))
+    raw["model"]["vocab"] = {token: int(new_V[index]) for token, index in raw["model"]["vocab"].items()}
+    (folder / "tokenizer.json").write_text(json.dumps(raw))
+    return folder
+
+
 SMALL = {
     "model-copy": partial(save_near, noise=0.0),
     "model-near": partial(save_near, noise=0.15),
@@ -49,6 +66,7 @@ SMALL = {
     "model-narrow": partial(save_other, name="narrow", num_hidden_layers=2),  # a window below the depth of trees
     "model-differential": partial(save_other, name="diffllama", num_hidden_layers=2),
     "model-more-ids": partial(save_other, name="llama", num_hidden_layers=2, vocab_size=560),  # for the target "words"
+    "model-permuted": save_permuted,  # for the target "bytes"
     "model-fewer-ids": partial(save_other, name="llama", num_hidden_layers=2, vocab_size=490),
 }
 MORE_HEADS |= SMALL
