@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class SmallModels(FolderKind):
     name = "model"
     title = "a small model's folder"
-    meaning = "a causal language model of the target's vocabulary, by its folder, hub id or GGUF file"
+    meaning = "a causal language model, of the target's tokens or of others, by its folder, hub id or GGUF file"
 
     def knows(self, place: Path, options: EngineOptions) -> bool:
         from specdec.draft.model.load import is_model
@@ -31,7 +31,7 @@ class SmallModels(FolderKind):
         from specdec.draft.model.load import refusal_by_target
 
         why = refusal_by_target(target)
-        return f"no: {why}" if why else f"one of its tokens, of which the target has {target.vocab_size}"
+        return f"no: {why}" if why else f"one with a tokenizer, best of the target's {target.vocab_size} tokens"
 
 
 KIND = SmallModels()

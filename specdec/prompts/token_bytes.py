@@ -57,8 +57,9 @@ def bytes_of(tokenizer: Tokenizer, where: Path) -> VocabularyBytes:
             else:
                 found[token] = piece.replace(BLANK, space).encode()
     else:
+        named = ", ".join(sorted(kinds))
         raise ValueError(
-            f"draft: {where} has a tokenizer whose tokens depend on those beside them ({', '.join(sorted(kinds))}), so that they can't "
+            f"draft: {where} has a tokenizer whose tokens depend on those beside them ({named}), so that they can't "
             "be compared with another one's; nearest thing that works: a model with the target's tokenizer, or draft='ngram'"
         )
     return VocabularyBytes(found, frozenset(spare), tokenizer.begin, tokenizer.eos)

@@ -26,6 +26,7 @@ TEXTS = [  # target, drafter, shape, settings
     ("qwen2", "model-differential", (3, 3, 12), {"page_size": 16}),
     ("words", "model-more-ids", (4, 4, 16), {"page_size": 16, "prefix_caching": True}),
     ("words", "model-fewer-ids", (4, 1, 5), {"page_size": 4}),
+    ("bytes", "model-permuted", (3, 2, 7), {"page_size": 4, "prefix_caching": True}),
 ]
 
 
@@ -72,6 +73,20 @@ def test_a_copy_of_the_target_is_always_right(zoo: Zoo, target: str, shape: Any,
             accepted = out.stats.accepted_per_round
             assert accepted == [shape[0]] * len(accepted) if shape[1] == 1 else min(accepted) >= 1
     driver.assert_nothing_leaked()
+
+
+def test_a_copy_whose_tokens_have_other_ids_is_always_right(zoo: Zoo) -> None:
+    """Keeps out: ids of one vocabulary taken for those of the other, in prompts, drafts, accepted tokens or noise."""
+    decoder, _ = from_nan(zoo, "bytes", "model-permuted", (4, 1, 5), page_size=4)
+    for out in decoder.generate(ragged_prompts(300, 4), SamplingParams(max_tokens=21)):
+        accepted = out.stats.accepted_per_round
+        assert accepted == [4] * len(accepted)
+    copy, sampled = (
+        zoo.decoder("bytes", "model-copy", SpecConfig(4, 1, 5)),
+        SamplingParams(max_tokens=40, temperature=0.8, seed=1),
+    )
+    outputs, same = (each.generate(ragged_prompts(300, 4), sampled) for each in (decoder, copy))
+    assert [out.stats.accepted_per_round for out in outputs] == [out.stats.accepted_per_round for out in same]
 
 
 @pytest.mark.parametrize("shape", [("auto", 1, 5), ("auto", 3, 9)], ids=str)
@@ -132,7 +147,7 @@ def test_captured_rounds(zoo: Zoo, shape: tuple[int, int, int], graphs: Any) -> 
 @pytest.mark.parametrize("drafter", sorted({*SMALL} - {"model-copy"}))
 def test_texts_on_a_gpu(zoo: Zoo, drafter: str) -> None:
     """Keeps out: kernels that a kind of layer lacks as a drafter, masks of ids that the target has not, ids beyond a table."""
-    target = "words" if drafter.endswith("ids") else "llama"
+    target = "words" if drafter.endswith("ids") else "bytes" if drafter == "model-permuted" else "llama"
     decoder = zoo.decoder(target, drafter, SpecConfig("auto", 3, 12), device="cuda", page_size=4, max_batch_size=3)
     Driver(decoder).script_levels(2, 0, 0, 3, 0, 1)
     prompts = ragged_prompts(40, 5)

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from toolkit.checkpoints.gguf_files import write_gguf
 from toolkit.checkpoints.plans import plan_memory
+from toolkit.checkpoints.tokenizers import wordpiece_tokenizer
 from toolkit.deepseek import save_deepseek
 from toolkit.heads import small_models
 from toolkit.models import Zoo, ragged_prompts, save_target
@@ -61,17 +62,19 @@ def test_what_is_said_of_it(zoo: Zoo, capsys: pytest.CaptureFixture[str]) -> Non
     assert facts["head"]["tokens that both have"] == 40 and "model.norm.weight" in facts["tensors"]
     assert main(["inspect", str(zoo.target("llama")), "--target", str(zoo.target("qwen3"))]) == 0
     assert "layout model (detected)" in " ".join(capsys.readouterr().out.split())
-    assert (
-        target_facts(zoo.target("llama"))["drafters"]["a small model's folder"]
-        == "one of its tokens, of which the target has 40"
-    )
+    offer = target_facts(zoo.target("llama"))["drafters"]["a small model's folder"]
+    assert offer == "one with a tokenizer, best of the target's 40 tokens"
+    other = head_facts(zoo.head("bytes", "model-permuted"), zoo.target("bytes"), EngineOptions())
+    assert other["head"]["tokens that both have"] == 384
+    assert other["meanings"]["the target's tokens"].startswith("384 read as a token of its own, 0 as the mean of")
     assert dict(drafter_rows())["model"].startswith("a causal language model")
 
 
 def test_the_plan_counts_what_is_kept(zoo: Zoo) -> None:
     """Keeps out: weights counted twice that are tied, a drafter's keys and values that nobody counted."""
-    target, options = zoo.target("llama"), EngineOptions(dtype="float32", max_seq_len=64)
-    for draft in (zoo.target("qwen3"), zoo.target("llama3-tied-dim8")):
+    llama, options = zoo.target("llama"), EngineOptions(dtype="float32", max_seq_len=64)
+    of_text = zoo.target("bytes"), zoo.head("bytes", "model-permuted")
+    for target, draft in ((llama, zoo.target("qwen3")), (llama, zoo.target("llama3-tied-dim8")), of_text):
         plan, alone = (plan_memory(target, each, SPEC if each else None, options, 10**9) for each in (draft, None))
         own = plan_memory(draft, None, None, options, 10**9)
         with SpecDecoder.from_pretrained(target, draft, SPEC, options=OPTIONS) as decoder:
@@ -81,23 +84,19 @@ def test_the_plan_counts_what_is_kept(zoo: Zoo) -> None:
         assert plan.kv_token == (*alone.kv_token, *own.kv_token)
 
 
-def test_other_tokens_are_refused(zoo: Zoo, tmp_path: Path) -> None:
+def test_tokens_that_can_not_be_compared_are_refused(zoo: Zoo, tmp_path: Path) -> None:
     """Keeps out: a model whose ids mean other texts, of which nothing would be accepted; tokens told apart by their number."""
     words, letters = zoo.target("words"), zoo.target("bytes")
-    refused(
-        words, letters, r"must have the target's tokens, got other ones for 384 of the ids .* has 384 ids, and the target 512"
-    )
+    refused(words, letters, "has none of the target's tokens; it has 384 ids, and the target 512; .* draft='ngram'")
     refused(shipped.target_folder(), zoo.target("llama"), "has 40 ids, and the target 2048, and .* holds no tokenizer")
-    swapped = tmp_path / "swapped"
-    shutil.copytree(words, swapped)
-    raw = json.loads((swapped / "tokenizer.json").read_text())
-    vocab = raw["model"]["vocab"]
-    first, second = list(vocab)[3:5]
-    vocab[first], vocab[second] = vocab[second], vocab[first]
-    (swapped / "tokenizer.json").write_text(json.dumps(raw))
-    refused(words, swapped, rf"other ones for 2 of the ids .*\(3 is '{second}' there and '{first}' here")
-    check_pair(words, zoo.head("words", "model-more-ids"), SPEC, OPTIONS)
+    pieces = tmp_path / "pieces"
+    shutil.copytree(words, pieces)
+    wordpiece_tokenizer().save_pretrained(pieces)
+    refused(letters, pieces, r"tokens depend on those beside them \(WordPiece\), .* draft='ngram'")
+    refused(letters, zoo.head("bytes", "model-permuted"), "which a model on one process drafts", tensor_parallel_size=2)
     refused(words, words, "is the target itself, .* a smaller model of its vocabulary")
+    same = check_pair(words, zoo.head("words", "model-more-ids"), SPEC, OPTIONS).drafter
+    assert isinstance(same, OpenSmallModel) and same.words is None
 
 
 def test_models_that_can_not_draft_here(zoo: Zoo, tmp_path: Path) -> None:
@@ -170,9 +169,8 @@ def test_the_look_at_it(zoo: Zoo) -> None:
     letters = zoo.target("bytes")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with SpecDecoder.from_pretrained(
-            letters, zoo.head("bytes", "model-copy"), SPEC, device="cpu", max_seq_len=256
-        ) as decoder:
-            assert decoder.settings.first_accepted == 1.0
+        for draft in (zoo.head("bytes", "model-copy"), zoo.head("bytes", "model-permuted")):
+            with SpecDecoder.from_pretrained(letters, draft, SPEC, device="cpu", max_seq_len=256) as decoder:
+                assert decoder.settings.first_accepted == 1.0
     with pytest.warns(UserWarning, match=r"accept \d\.\d% of what the small model drafts, too few to pay"):
         SpecDecoder.from_pretrained(letters, zoo.head("bytes", "model-more-ids"), SPEC, device="cpu", max_seq_len=256).close()

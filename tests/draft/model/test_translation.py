@@ -27,7 +27,7 @@ MADE = {
 
 @pytest.mark.parametrize("name", [*MADE, "shipped"])
 def test_bytes_are_those_that_a_text_gets(name: str, tmp_path: Path) -> None:
-    """Keeps out: spaces that stay blanks, byte symbols taken for characters.  The oracle is what decoding a longer text adds."""
+    """Keeps out: spaces that stay blanks, byte symbols taken for characters.  The oracle: what decoding a longer text adds."""
     folder = shipped.target_folder() if name == "shipped" else tmp_path
     if name != "shipped":
         MADE[name]().save_pretrained(folder)
@@ -55,7 +55,7 @@ def test_tokens_are_spelled_by_the_longest_that_fit() -> None:
 
 
 def test_each_token_is_read_and_drafted_as_its_text_says() -> None:
-    """Keeps out: a draft id that leads to another token than its text, means over other tokens' rows, ids beyond the target's."""
+    """Keeps out: a draft id that leads to another token than its text, means over others' rows, ids beyond the target's."""
     generator = random.Random(5)
     texts = [bytes(generator.choices(b"abcd", k=generator.randint(1, 4))) for _ in range(300)]
     own_texts, its_texts = (list(dict.fromkeys(generator.sample(texts, 200))) for _ in range(2))
