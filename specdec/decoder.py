@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class SpecDecoder(LoadedDecoder):
-    """A target model, usually with a drafter: a draft head, or a kind that needs none.  The output is the target's own.
+    """A target model, usually with a drafter: a draft head, a small model, or a kind that needs neither.  The output is the target's own.
 
     model, head, settings: the target and the loaded drafter, and what the options were resolved to.  tokenizer: the target's.
     ranks: those that hold the models, if there are several.  grammars: compiles what texts must be.  eos_ids: the tokens with

@@ -129,7 +129,7 @@ def add_engine_flags(parser: argparse.ArgumentParser, command: str) -> None:
     target = "folder or hub id of the model, or a GGUF file; default: the pair that ships with specdec"
     group.add_argument("--target", type=not_empty, metavar="DIR", help=target)
     kinds = listed(lambda kind: kind.help)
-    draft = f"folder or hub id of its draft head, or {kinds}; without it, a --target decodes plainly"
+    draft = f"folder or hub id of its draft head or of a small model, or {kinds}; without it, a --target decodes plainly"
     group.add_argument("--draft", type=not_empty, metavar="DIR", help=draft)
     add_option_flags(group, EngineOptions, [item.name for item in fields(EngineOptions) if decided_by(item, command)])
 

@@ -37,7 +37,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     target = "folder or hub id of the model, or a GGUF file; default: the shipped pair"
     add("--target", type=not_empty, metavar="DIR", help=target)
-    draft = f"folder or hub id of its draft head, or {listed(lambda kind: kind.name)}; without it, a --target is planned alone"
+    kinds = listed(lambda kind: kind.name)
+    draft = f"folder or hub id of its draft head or of a small model, or {kinds}; without it, a --target is planned alone"
     add("--draft", type=not_empty, metavar="DIR", help=draft)
     add("--spec", type=tree_shape, action=StoreOnce, metavar="S,k,nd", help=f"{SPEC_HELP}; default: that of generate")
     add("--context", type=int, metavar="N", help="the most tokens of one request; default: what the model was made for")

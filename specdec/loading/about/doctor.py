@@ -95,7 +95,8 @@ def drafter_rows() -> list[tuple[str, str]]:
     each that has a name.
     """
     layouts = [(name, f"{each.kinds} in the layout of {each.title}") for name, each in FORMATS.items()]
-    return [*layouts, *((kind.name, kind.meaning) for kind in (*kinds_by_files(), *all_kinds()))]
+    told = [(kind.name, kind.meaning) for kind in kinds_by_files()]
+    return [*layouts, *told, *((kind.name, kind.meaning) for kind in all_kinds())]
 
 
 def scheme_rows() -> list[tuple[str, str]]:

@@ -81,10 +81,8 @@ def test_a_copy_whose_tokens_have_other_ids_is_always_right(zoo: Zoo) -> None:
     for out in decoder.generate(ragged_prompts(300, 4), SamplingParams(max_tokens=21)):
         accepted = out.stats.accepted_per_round
         assert accepted == [4] * len(accepted)
-    copy, sampled = (
-        zoo.decoder("bytes", "model-copy", SpecConfig(4, 1, 5)),
-        SamplingParams(max_tokens=40, temperature=0.8, seed=1),
-    )
+    copy = zoo.decoder("bytes", "model-copy", SpecConfig(4, 1, 5))
+    sampled = SamplingParams(max_tokens=40, temperature=0.8, seed=1)
     outputs, same = (each.generate(ragged_prompts(300, 4), sampled) for each in (decoder, copy))
     assert [out.stats.accepted_per_round for out in outputs] == [out.stats.accepted_per_round for out in same]
 
