@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class SpecDecoder(LoadedDecoder):
-    """A target model, usually with a drafter: a draft head, a small model, or a kind that needs neither.  The output is the target's own.
+    """A target model, usually with a drafter: a draft head, a small model or another kind.  The output is the target's own.
 
     model, head, settings: the target and the loaded drafter, and what the options were resolved to.  tokenizer: the target's.
     ranks: those that hold the models, if there are several.  grammars: compiles what texts must be.  eos_ids: the tokens with
@@ -52,9 +52,9 @@ class SpecDecoder(LoadedDecoder):
     ) -> SpecDecoder:
         """Loads a Hugging Face causal LM and, if given, a drafter for it.
 
-        target, draft: folders or hub ids; the target also a GGUF file.  draft may also be "mtp", the target's own layers of
-        multi-token prediction, or "ngram", a drafter without a checkpoint that repeats what followed the last tokens earlier in
-        the text; None: plain autoregressive decoding.
+        target, draft: folders or hub ids; a model also a GGUF file.  draft: of a draft head or of a small causal model; or
+        "mtp", the target's own layers of multi-token prediction, or "ngram", a drafter without a checkpoint that repeats what
+        followed the last tokens earlier in the text; None: plain autoregressive decoding.
         spec: the draft tree's shape; None: SpecConfig(), with fewer levels where the head drafts fewer tokens.
         options: all engine settings together.
         settings: engine settings by name, if there are no options.

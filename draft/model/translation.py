@@ -36,12 +36,12 @@ class Translation(NamedTuple):
     def embeddings(self, own_OH: Tensor) -> Tensor:
         """[V, H]: what the model reads of each of the target's tokens.  own_OH: the embeddings of the own tokens."""
         device = own_OH.device
-        counts = [len(each) for each in self.reads]
-        rows_P = torch.arange(len(counts), dtype=torch.int64, device="cpu").repeat_interleave(torch.tensor(counts)).to(device)
+        counts_V = torch.tensor([len(each) for each in self.reads], dtype=torch.int64, device=device)
+        rows_P = torch.arange(len(counts_V), dtype=torch.int64, device=device).repeat_interleave(counts_V)
         own_P = torch.tensor([token for each in self.reads for token in each], dtype=torch.int64, device=device)
-        means_VH = torch.zeros(len(counts), own_OH.shape[1], dtype=torch.float32, device=device)
-        means_VH.index_add_(0, rows_P, own_OH.index_select(0, own_P).float())
-        return (means_VH / torch.tensor(counts, device=device).clamp(min=1)[:, None]).to(own_OH.dtype)
+        sums_VH = torch.zeros(len(counts_V), own_OH.shape[1], dtype=torch.float32, device=device)
+        sums_VH.index_add_(0, rows_P, own_OH.index_select(0, own_P).float())
+        return (sums_VH / counts_V.clamp(min=1)[:, None]).to(own_OH.dtype)
 
 
 def translate(

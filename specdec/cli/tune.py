@@ -33,7 +33,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--draft",
         type=not_empty,
         metavar="DIR",
-        help="with --target: folder or hub id of its draft head or of a small model, or mtp",
+        help="with --target: folder or hub id of its draft head or a small model, or mtp",
     )
     rows = f"numbers of rows to measure, such as 1,8,32; default: {','.join(map(str, ROWS))}"
     add("--rows", type=_rows, default=ROWS, metavar="N,N", help=rows)
