@@ -14,7 +14,7 @@ from specdec.config import SamplingParams, SpecConfig
 from specdec.engine.request import Request
 from specdec.generation import Chunk, Generation
 from specdec.loaded import LoadedDecoder, per_prompt
-from specdec.loading.drafters import smoke_check
+from specdec.loading.about.drafters import smoke_check
 from specdec.loading.pair import WantedPair
 from specdec.loading.ranks import start_ranks
 from specdec.loading.threads import using_threads

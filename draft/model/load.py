@@ -1,6 +1,6 @@
 """Opens a causal model's folder, or GGUF file, as a drafter, and loads it as a target is loaded: strictly, and by ranks.
 
-Whether its tokens are the target's is asked where tokenizers are known (specdec/prompts/vocabularies.py).
+Whether its tokens are the target's is asked where tokenizers are known (specdec/loading/vocabularies.py).
 """
 
 from __future__ import annotations

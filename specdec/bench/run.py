@@ -29,9 +29,9 @@ from specdec.checks import require_float, require_int
 from specdec.config import SamplingParams, SpecConfig
 from specdec.decoder import SpecDecoder
 from specdec.draft.drafter import DraftModel
+from specdec.loading.about.drafters import drafter_line, smoke_check
 from specdec.loading.about.machine import machine_facts, steal_and_total, versions
 from specdec.loading.build import free_memory
-from specdec.loading.drafters import drafter_line, smoke_check
 from specdec.loading.pair import WantedPair
 from specdec.loading.ranks import Ranks, start_ranks
 from specdec.loading.resolve import EngineSettings, experts_line

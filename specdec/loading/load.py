@@ -24,6 +24,7 @@ from specdec.draft.find import find_drafter, open_drafter
 from specdec.draft.kind import OpenDrafter
 from specdec.loading.resolve import EngineSettings, choose_attention, resolve_settings
 from specdec.loading.threads import allowed_threads, threads_for, using_threads
+from specdec.loading.vocabularies import match_vocabulary
 from specdec.models.checkpoints.checkpoint import Checkpoint, resolve_target
 from specdec.models.config import ModelConfig
 from specdec.models.linear import keep_lossless_copies
@@ -38,7 +39,6 @@ from specdec.ops.products.formats.quantised import pack_factor_of
 from specdec.options import EngineOptions
 from specdec.parallel.group import ALONE, Group
 from specdec.parallel.shard import Shard
-from specdec.prompts.vocabularies import match_vocabulary
 from specdec.startup import STARTUP
 
 

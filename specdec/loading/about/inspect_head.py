@@ -19,10 +19,10 @@ from specdec.draft.formats.open import open_head
 from specdec.draft.kinds import all_kinds, kind_of
 from specdec.loading.about.inspect_target import stored_as
 from specdec.loading.about.pairs import pairs
+from specdec.loading.vocabularies import match_vocabulary
 from specdec.models.checkpoints.checkpoint import resolve_target
 from specdec.models.registry import choose_target
 from specdec.options import EngineOptions
-from specdec.prompts.vocabularies import match_vocabulary
 
 
 def head_facts(head: str | Path, target: str | Path | None, options: EngineOptions) -> dict[str, Any]:
