@@ -1,4 +1,4 @@
-"""Finds and opens what a caller names to draft: a kind by its name, a head by its folder or hub id, or several sources."""
+"""Finds and opens what a caller names to draft: a kind by its name, a head or a model by its folder, or several sources."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import NamedTuple
 from specdec.checks import nearest_name
 from specdec.draft.formats.open import HowToRead
 from specdec.draft.kind import SUFFIX, Draft, OpenDrafter
-from specdec.draft.kinds import KINDS, all_kinds, kind_of
+from specdec.draft.kinds import KINDS, all_kinds, kind_of, kind_of_files
 from specdec.draft.load import HeadDrafter
-from specdec.models.checkpoints.checkpoint import resolve_folder
+from specdec.models.checkpoints.checkpoint import resolve_target
 from specdec.models.checkpoints.mistaken import refuse_itself
 from specdec.models.config import ModelConfig
 from specdec.options import EngineOptions
@@ -20,11 +20,13 @@ HEADS_ONLY = ("draft_format", "draft_pickle", "draft_quantize", "beyond_trained"
 
 
 def head_folder(draft: str | Path) -> Path:
-    """The folder of a head.  ValueError or TypeError if there is none; it names a kind that is spelled alike."""
+    """The folder of a head or of a small model, or that one's GGUF file.  ValueError or TypeError if there is none; it names a
+    kind that is spelled alike.
+    """
     if isinstance(draft, bool):
         raise TypeError(f"draft must be a folder, a hub id or the name of a kind, got {draft}; nearest setting: draft=None")
     try:
-        return resolve_folder(draft, "draft")
+        return resolve_target(draft, "draft")
     except ValueError as error:
         if not (meant := nearest_name(str(draft).strip(), [*KINDS, "None"])):
             raise
@@ -38,7 +40,7 @@ class Joined(NamedTuple):
 
 
 def find_drafter(draft: Draft, options: EngineOptions) -> str | Path | Joined | None:
-    """The name of a kind, or the folder of a head; None for no drafter.  A hub is asked once, here.
+    """The name of a kind, or the place of a drafter's files; None for no drafter.  A hub is asked once, here.
 
     A folder that is called as a kind is named with its path: "./ngram".  ValueError or TypeError if there is no such drafter,
     or for an option that would do nothing.
@@ -82,14 +84,24 @@ def open_drafter(
     if kind := kind_of(found):
         return kind.open(target_folder, target)
 
+    place = Path(found)
+    if (by_files := open_by_files(place, options, target, target_folder)) is not None:
+        return by_files
+    return HeadDrafter(place, target, how_to_read(options))
+
+
+def open_by_files(place: Path, options: EngineOptions, target: ModelConfig, target_folder: Path) -> OpenDrafter | None:
+    """What a kind makes of files that it knows; None: they are a head's.  ValueError if they are the target's own."""
+
     def instead() -> str:
         """A kind that can draft for the target; one with weights rather than one without."""
         kinds = sorted(all_kinds(), key=lambda kind: not kind.has_files)
         best = next(kind for kind in kinds if not kind.refusal(target_folder, target))
         return f"draft={best.name!r}, {best.instead}"
 
-    refuse_itself(Path(found), target_folder, instead)
-    return HeadDrafter(Path(found), target, how_to_read(options))
+    refuse_itself(place, target_folder, instead)
+    kind = kind_of_files(place, options)
+    return None if kind is None else kind.open(place, options, target_folder, target)
 
 
 def how_to_read(options: EngineOptions) -> HowToRead:

@@ -85,17 +85,21 @@ class DraftHead(Head):
 
 
 class StepHead(Head):
-    """What the draft worker needs of a head that drafts a level a pass: EAGLE heads, MTP layers.
+    """What the draft worker needs of a drafter that drafts a level a pass: EAGLE heads, MTP layers, small models.
 
-    It reads pairs.  Pair i consists of the embedding of token i + 1 and the feature of token i, and predicts token i + 2.  The
-    head's hidden output takes the place of the next pair's feature.  hidden_size: H.
+    A head reads pairs.  Pair i consists of the embedding of token i + 1 and the feature of token i, and predicts token i + 2.
+    The head's hidden output takes the place of the next pair's feature.
+    hidden_size: H.
+    own_slots: whether what it keeps of a token lies in the token's own slot, at its own position, as of a model that reads
+        tokens alone; if not, pair i lies in the slot of token i, at that one's position.
     """
 
     hidden_size: int
+    own_slots = False
 
     def slots(self, spec: SpecConfig) -> int:
         branches = spec.topk * (spec.max_steps - 1) if spec.topk > 1 else 0
-        return max(branches, super().slots(spec), MAX_PAUSE if spec.is_auto else 0)
+        return max(branches, super().slots(spec), MAX_PAUSE if spec.is_auto else 0) + self.own_slots
 
     def passes(self, spec: SpecConfig) -> int:
         return spec.max_steps

@@ -7,6 +7,7 @@ import torch
 from specdec.draft.drafter import DraftModel
 from specdec.draft.join.drafter import JoinedModel
 from specdec.draft.kind import Facts, OpenDrafter
+from specdec.draft.model.translation import Translation
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.target import Target
 
@@ -16,13 +17,21 @@ class OpenJoined(OpenDrafter):
 
     def __init__(self, own: OpenDrafter) -> None:
         super().__init__(JoinedModel(own.model))
-        self.own, self.checkpoint, self.is_apart = own, own.checkpoint, own.is_apart
+        self.own, self.checkpoint, self.is_apart, self.own_text = own, own.checkpoint, own.is_apart, own.own_text
 
     def load(self, target: Target, max_positions: int, device: torch.device, dtype: torch.dtype) -> DraftModel:
         return JoinedModel(self.own.load(target, max_positions, device, dtype))
 
     def unkept(self, target: Checkpoint) -> set[str]:
         return self.own.unkept(target)
+
+    def translate(self, words: Translation) -> None:
+        self.own.translate(words)
+        self.model = JoinedModel(self.own.model)
+
+    @property
+    def added_values(self) -> int:
+        return self.own.added_values
 
     def facts(self) -> Facts:
         return self.own.facts()

@@ -30,9 +30,9 @@ from specdec.config import SamplingParams, SpecConfig
 from specdec.decoder import SpecDecoder
 from specdec.draft.drafter import DraftModel
 from specdec.draft.kind import Draft, spelled
+from specdec.loading.about.drafters import drafter_line, smoke_check
 from specdec.loading.about.machine import machine_facts, steal_and_total, versions
 from specdec.loading.build import free_memory
-from specdec.loading.drafters import drafter_line, smoke_check
 from specdec.loading.pair import WantedPair
 from specdec.loading.ranks import Ranks, start_ranks
 from specdec.loading.resolve import EngineSettings, experts_line

@@ -24,6 +24,7 @@ from specdec.draft.find import find_drafter, open_drafter
 from specdec.draft.kind import Draft, OpenDrafter
 from specdec.loading.resolve import EngineSettings, choose_attention, resolve_settings
 from specdec.loading.threads import allowed_threads, threads_for, using_threads
+from specdec.loading.vocabularies import match_vocabulary
 from specdec.models.checkpoints.checkpoint import Checkpoint, resolve_target
 from specdec.models.config import ModelConfig
 from specdec.models.linear import keep_lossless_copies
@@ -75,6 +76,8 @@ def check_pair(
     if (way := expert_sharing(settings, chosen, checkpoint)) is not None:
         chosen, settings = chosen._replace(config=with_sharing(chosen.config, way)), replace(settings, experts=way)
     drafter = open_drafter(found, options, chosen.config, folder)
+    if drafter is not None:
+        match_vocabulary(drafter, folder, chosen.config)
     pair = CheckedPair(folder, chosen, checkpoint, settings, drafter)
     for index, config in enumerate(pair.configs):
         if index == 0 and chosen.native is None:

@@ -235,6 +235,7 @@ def _models(pair: CheckedPair, settings: EngineSettings) -> CountedModels:
         return CountedModels(configs, (weights,), scratch=scratch, lossless=lossless)
     without, layers = drafter.unkept(own), configs[1]
     drafted = tensor_bytes(drafter.checkpoint, layers, settings.dtype, without)
+    drafted += drafter.added_values * settings.dtype.itemsize
     lossless += lossless_bytes_of(drafter.checkpoint, without, share_of_tensor(layers)) if packs else 0
     kept = drafter.model.needs.page_values * settings.dtype.itemsize
     return CountedModels(configs, (weights, drafted), drafter.model.feature_size, kept, scratch, lossless)

@@ -348,7 +348,7 @@ def attention_needs(settings: EngineSettings, *configs: ModelConfig) -> Attentio
     """What these models, target first, need of an attention backend under these settings."""
     spec, target, options = settings.spec, configs[0], settings.options
     asked = {
-        Feature.DIFFERENTIAL: target.differential,
+        Feature.DIFFERENTIAL: any(c.differential for c in configs),
         Feature.INT8_QUERIES: options.int8_queries,
         Feature.SPARSE: target.max_read is not None,
         Feature.SOFTCAP: any(c.softcap is not None for c in configs),

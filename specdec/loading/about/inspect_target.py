@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from specdec.draft.kinds import all_kinds
+from specdec.draft.kinds import all_kinds, kinds_by_files
 from specdec.loading.build import unnamed_turn
 from specdec.models.checkpoints.checkpoint import Checkpoint, resolve_target
 from specdec.models.checkpoints.loader import DTYPES
@@ -212,6 +212,7 @@ def _drafters(place: Path, config: ModelConfig) -> dict[str, str]:
     """What can draft for the target, by how it is named."""
     sizes = f"made for hidden_size {config.hidden_size}, {config.num_layers} layers and {config.vocab_size} tokens"
     found = {"a head's folder": f"no: {config.features_refusal}" if config.features_refusal else f"one {sizes}"}
+    found |= {kind.title: kind.offer(config) for kind in kinds_by_files()}
     for kind in all_kinds():
         why = kind.refusal(place, config)
         found[kind.name] = f"no: {why}" if why else kind.offer(config)

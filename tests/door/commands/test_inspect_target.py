@@ -172,7 +172,7 @@ def test_a_head_stays_a_head(capsys: pytest.CaptureFixture[str], zoo: Zoo, tmp_p
     target, draft = shipped.target_folder(), shipped.draft_folder()
     assert facts_of(capsys, draft)["kind"] == "head" and facts_of(capsys, target)["kind"] == "target"
     for argv, said in (
-        ([str(target), "--target", str(target)], "expected a draft head, got a whole model's weights"),
+        ([str(target), "--target", str(target)], "is the target itself, and a model does not draft for itself"),
         ([str(target), "--draft-format", "safeailab"], "expected a draft head, got a whole model's weights"),
         (["ngram"], "'ngram' is a drafter without files"),
         ([str(tmp_path)], "config.json does not exist; .* the folder is empty"),
