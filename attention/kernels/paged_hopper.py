@@ -100,6 +100,42 @@ def _logits(q_MD, kv_PND, stage, scale_log2, softcap, zeros_MN, PAGES: gl.conste
     return logits
 
 
+@gluon.jit
+def keys_of_split(
+    starts, first, queries, length, tile, split, splits,
+    CAUSAL: gl.constexpr, HAS_STARTS: gl.constexpr, WINDOW_RIGHT: gl.constexpr, FRESH: gl.constexpr,
+    PADDED_GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, PAGE_KEYS: gl.constexpr,
+    MIN_SPLIT_KEYS: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Which keys of its row a program reads: (low, high, whole, begin, from_first, settled).
+
+    It reads those from low, a page's first, to high.  Each of the tile's queries reads all keys from from_first to whole: there
+    no mask is needed.  No query reads any before begin.  Keys before settled are of earlier passes.
+    """
+    end = length  # of the keys that any query of the tile reads
+    # All the tile's queries read the keys from `from_first`, the last of their first keys, to `whole`: there no mask is needed.
+    whole = length
+    if CAUSAL:
+        end = length - gl.maximum(queries - 1 - WINDOW_RIGHT - (tile * BLOCK_M + BLOCK_M - 1) // PADDED_GROUP, 0)
+        whole = length - (queries - 1 - WINDOW_RIGHT - tile * BLOCK_M // PADDED_GROUP)
+    end = gl.maximum(gl.where(tile * BLOCK_M < queries * PADDED_GROUP, end, 0), 0)
+    begin = 0  # the first key that any query of the tile reads
+    from_first = 0
+    if HAS_STARTS:
+        query_M = (tile * BLOCK_M + gl.arange(0, BLOCK_M, gl.BlockedLayout([1], [32], [WARPS], [0]))) // PADDED_GROUP
+        ok_M = query_M < queries
+        start_M = gl.load(starts + first + query_M, mask=ok_M, other=2147483647, cache_modifier=".cg")
+        begin = gl.minimum(gl.maximum(gl.min(start_M, 0), 0), end)
+        from_first = gl.max(gl.where(ok_M, start_M, 0), 0)
+    aligned_begin = begin // PAGE_KEYS * PAGE_KEYS  # pages are read from their first key on
+    per_split = gl.cdiv(gl.maximum(gl.cdiv(end - aligned_begin, splits), MIN_SPLIT_KEYS), BLOCK_N) * BLOCK_N
+    low = aligned_begin + split * per_split
+    high = gl.minimum(low + per_split, end)
+    whole = gl.minimum(whole, high)
+    settled = 0 if FRESH == "all" else length - (queries if FRESH == "queries" else 0)  # keys before this one are old
+    return low, high, whole, begin, from_first, settled
+
+
 @gluon.jit(
     do_not_specialize=["stride_row", "states", "tiles"],
     do_not_specialize_on_alignment=["page_table", "cache_seqlens", "cu_seqlens_q", "starts", "lse"],
@@ -133,27 +169,10 @@ def paged_hopper_kernel(
     first = gl.load(cu_seqlens_q + row, cache_modifier=".cg")
     queries = gl.load(cu_seqlens_q + row + 1, cache_modifier=".cg") - first
     length = gl.load(cache_seqlens + row, cache_modifier=".cg")
-    end = length  # of the keys that any query of the tile reads
-    # All the tile's queries read the keys from `from_first`, the last of their first keys, to `whole`: there no mask is needed.
-    whole = length
-    if CAUSAL:
-        end = length - gl.maximum(queries - 1 - WINDOW_RIGHT - (tile * BLOCK_M + BLOCK_M - 1) // PADDED_GROUP, 0)
-        whole = length - (queries - 1 - WINDOW_RIGHT - tile * BLOCK_M // PADDED_GROUP)
-    end = gl.maximum(gl.where(tile * BLOCK_M < queries * PADDED_GROUP, end, 0), 0)
-    begin = 0  # the first key that any query of the tile reads
-    from_first = 0
-    if HAS_STARTS:
-        query_M = (tile * BLOCK_M + gl.arange(0, BLOCK_M, gl.BlockedLayout([1], [32], [num_warps], [0]))) // PADDED_GROUP
-        ok_M = query_M < queries
-        start_M = gl.load(starts + first + query_M, mask=ok_M, other=2147483647, cache_modifier=".cg")
-        begin = gl.minimum(gl.maximum(gl.min(start_M, 0), 0), end)
-        from_first = gl.max(gl.where(ok_M, start_M, 0), 0)
-    aligned_begin = begin // PAGE_KEYS * PAGE_KEYS  # pages are read from their first key on
-    per_split = gl.cdiv(gl.maximum(gl.cdiv(end - aligned_begin, splits), MIN_SPLIT_KEYS), BLOCK_N) * BLOCK_N
-    low = aligned_begin + split * per_split
-    high = gl.minimum(low + per_split, end)
-    whole = gl.minimum(whole, high)
-    settled = 0 if FRESH == "all" else length - (queries if FRESH == "queries" else 0)  # keys before this one are old
+    low, high, whole, begin, from_first, settled = keys_of_split(
+        starts, first, queries, length, tile, split, splits,
+        CAUSAL, HAS_STARTS, WINDOW_RIGHT, FRESH, PADDED_GROUP, BLOCK_M, BLOCK_N, PAGE_KEYS, MIN_SPLIT_KEYS, num_warps,
+    )  # fmt: skip
 
     q_smem = gl.allocate_shared_memory(dtype, [PANELS, BLOCK_M // PADDED_GROUP, PADDED_GROUP, 64], q_tiles.layout)
     if JOINED:
