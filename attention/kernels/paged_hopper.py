@@ -46,7 +46,7 @@ PANEL = 64  # columns of a panel: 128 bytes, the widest swizzle of shared memory
 
 
 @gluon.jit
-def _slots_of_pages(pages, start, high, PAGE_SIZE: gl.constexpr, PAGE_KEYS: gl.constexpr, PAGES: gl.constexpr):
+def slots_of_pages(pages, start, high, PAGE_SIZE: gl.constexpr, PAGE_KEYS: gl.constexpr, PAGES: gl.constexpr):
     """The first slots of the pages of a block.  A page past the end repeats the last page; a block past the end has page 0."""
     slots = ()  # grows while the compiler unrolls the loop; the type checker takes it for a tuple of one length, here and below
     for p in gl.static_range(PAGES):
@@ -221,7 +221,7 @@ def producer(
     blocks = gl.cdiv(gl.maximum(high - low, 0), BLOCK_N)
     slots = ()
     for s in gl.static_range(STAGES):
-        slots = slots + _slots_of_pages(pages, low + s * BLOCK_N, high, PAGE_SIZE, PAGE_KEYS, PAGES)
+        slots = slots + slots_of_pages(pages, low + s * BLOCK_N, high, PAGE_SIZE, PAGE_KEYS, PAGES)
         mbarrier.expect(full.index(s), 4 * BLOCK_N * DIM, pred=s < blocks)
     if FRESH != "all":
         _load_first(
@@ -237,7 +237,7 @@ def producer(
         _load_first(
             kv_tiles, full, kv_smem, slots, low, blocks, settled, kv_head, True, STAGES, JOINED, PAGES, PAGE_KEYS, PANELS
         )
-    slots = _slots_of_pages(pages, low + STAGES * BLOCK_N, high, PAGE_SIZE, PAGE_KEYS, PAGES)
+    slots = slots_of_pages(pages, low + STAGES * BLOCK_N, high, PAGE_SIZE, PAGE_KEYS, PAGES)
     stage = 0
     phase = 0
     for k in range(STAGES, blocks):
@@ -245,7 +245,7 @@ def producer(
         mbarrier.expect(full.index(stage), 4 * BLOCK_N * DIM)
         for i in gl.static_range(PAGES):
             _load_page(kv_tiles, kv_smem, full.index(stage), slots[i], kv_head, stage, i, True, JOINED, PAGES, PANELS)
-        slots = _slots_of_pages(pages, low + (k + 1) * BLOCK_N, high, PAGE_SIZE, PAGE_KEYS, PAGES)
+        slots = slots_of_pages(pages, low + (k + 1) * BLOCK_N, high, PAGE_SIZE, PAGE_KEYS, PAGES)
         stage, phase = next_stage(stage, phase, STAGES)
 
 
@@ -306,7 +306,7 @@ def consumer(
         if (start + BLOCK_N > whole) | (start < from_first):
             visible = ()
             for i in gl.static_range(PAGES):
-                visible = visible + (_masked(logits[i], start + i * MMA_KEYS + n, start_M, last_M, HAS_STARTS),)  # type: ignore[assignment]
+                visible = visible + (masked(logits[i], start + i * MMA_KEYS + n, start_M, last_M, HAS_STARTS),)  # type: ignore[assignment]
             logits = visible
         max_MN = logits[0]
         for i in gl.static_range(1, PAGES):
@@ -344,7 +344,7 @@ def consumer(
 
 
 @gluon.jit
-def _masked(s_MN, key_N, start_M, last_M, HAS_STARTS: gl.constexpr):
+def masked(s_MN, key_N, start_M, last_M, HAS_STARTS: gl.constexpr):
     """The logits, and -inf for keys before a query's first key or from its end on."""
     visible_MN = key_N[None, :] < last_M[:, None]
     if HAS_STARTS:

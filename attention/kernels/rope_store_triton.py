@@ -168,11 +168,12 @@ def _launch(
     rotation, norm = prep.rotation, prep.norm_HD
     table, positions_T = (qkv_TXD, slots_T) if rotation is None else (rotation.table_P2D, rotation.positions_T)
     assert rotation is None or table.is_contiguous()
-    block = numerics.heads_a_program(T, X)
+    block, padded_half = numerics.heads_a_program(T, X), triton.next_power_of_2(D // 2)
+    warps = (4 if block > 8 else 1) * max(1, padded_half // 128)  # wider heads would spill registers
     rope_store_kernel[(T, triton.cdiv(X, block))](
         qkv_TXD, kv, slots_T, positions_T.contiguous(), table, table if norm is None else norm, scales, prep.eps,
         qkv_TXD.stride(0), *strides,
-        QUERY_HEADS=X - 2 * K, KV_HEADS=K, HALF=D // 2, PADDED_HALF=triton.next_power_of_2(D // 2), BLOCK=block,
+        QUERY_HEADS=X - 2 * K, KV_HEADS=K, HALF=D // 2, PADDED_HALF=padded_half, BLOCK=block,
         HAS_NORM=norm is not None, ROTATES=rotation is not None, QUANT=quant,
-        num_warps=4 if block > 8 else 1, **chained(kv.device),
+        num_warps=warps, **chained(kv.device),
     )  # fmt: skip

@@ -37,6 +37,7 @@ from specdec.attention.kernels.tiles_triton import (
     splits_for,
 )
 from specdec.attention.kernels.triton_plan import TritonPlan
+from specdec.attention.kernels.wide.wide_tiles import WIDE, reads_widths, wide_hopper_tiles, wide_tiles
 from specdec.attention.kinds import PLAIN, Scoring
 from specdec.attention.latent.mla_launch import attend_latent, merge_suffix
 from specdec.attention.segment import AttentionPlan, Segment
@@ -201,7 +202,11 @@ class TritonBackend(Backend):
         """
         tiles, splits = self._tiles(q_THD, view, segment, scoring)
         assert out_THSD.shape[2] == splits
-        if tiles.hopper:
+        if tiles.hopper and reads_widths(view):
+            from specdec.attention.kernels.wide.wide_hopper import launch_wide_hopper
+
+            launch_wide_hopper(q_THD, view, segment, scoring, out_THSD, lse_THS, tiles)
+        elif tiles.hopper:
             from specdec.attention.kernels.paged_hopper import launch_paged_hopper
 
             assert isinstance(view, MHAView)
@@ -223,9 +228,12 @@ class TritonBackend(Backend):
             wanted = min(seqlen_q_packgqa, 32)
         kept = view.quant, segment.causal, waves, segment.max_keys, view.int8_queries
         tiles = hopper_tiles(q_THD, view, segment, scoring, programs, self.hopper)
+        tiles = tiles or wide_hopper_tiles(q_THD, view, segment, scoring, self.hopper)
         if tiles is None:
             key_bytes = padded(k.shape[2]) * k.itemsize + padded(v.shape[2]) * v.itemsize
             tiles = paged_tiles(wanted, widest, q_THD.itemsize, *kept)
+            if widest > WIDE:
+                tiles = wide_tiles(wanted, q_THD.itemsize, view.quant)
             room = shared_memory(q_THD.device)
             if (
                 view.quant and k.shape[2] > q_THD.shape[2]
@@ -251,7 +259,8 @@ def launch_paged(
     assert segment.pages.table.stride(1) == 1 and out_THSD.stride() == (H * states * E, states * E, E, 1)
     assert lse_THS.stride(0) == H * states and (splits == 1 or lse_THS.stride(2) == 1)
     slopes_H, quant, int8_queries = scoring.slopes_H, view.quant, view.int8_queries
-    q_in_memory = quant != "" and not int8_queries and q_THD.dtype == torch.bfloat16 and tiles.block_m > 64
+    many = tiles.block_m > 64 or tiles.block_m * k.shape[2] > 64 * WIDE
+    q_in_memory = quant != "" and not int8_queries and q_THD.dtype == torch.bfloat16 and many
     starts_T, positions_T = segment.starts_T, positions_for(scoring, segment)
     for of_T in (starts_T, positions_T):
         assert of_T is None or (of_T.shape[0] >= T and of_T.is_contiguous())
@@ -300,7 +309,8 @@ def launch_suffix_merge(
     starts_T, positions_T = (suffix.starts_T, positions_for(scoring, suffix)) if suffix else (None, None)
     out, lse = whole or state
     assert out.stride(2) == 1 and table.stride(-1) == 1 and (sinks_H is None or sinks_H.is_contiguous())
-    # One warp a program: reductions then need no barrier, and many programs fit an SM.
+    # One warp a program: reductions then need no barrier, and many programs fit an SM.  It could not hold keys of 512.
+    warps = 4 if suffix and k.shape[2] > WIDE else 1
     suffix_merge_kernel[(T, groups, padded(E) // columns)](
         q_THD, k, view.scales, table, lens, lens if starts_T is None else starts_T,
         *((lens, lse) if positions_T is None else (positions_T, scoring.slopes_H)), lse if sinks_H is None else sinks_H,
@@ -313,7 +323,7 @@ def launch_suffix_merge(
         HAS_STARTS=starts_T is not None, ALIBI=alibi_of(scoring) if suffix else "", SOFTCAP=scoring.softcap is not None,
         QUANT=view.quant if suffix else "", INT8_QUERIES=suffix is not None and view.int8_queries,
         HAS_WHOLE=whole is not None, LEFT_FILLED=left_filled,
-        num_warps=1, num_stages=1, **chained(q_THD.device),
+        num_warps=warps, num_stages=1, **chained(q_THD.device),
     )  # fmt: skip
 
 
