@@ -21,9 +21,10 @@ from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.caches.int8_keys import Int8KeysView
 from specdec.attention.caches.latent_view import LatentView
 from specdec.attention.caches.layout import CachedHeads, HeadsView, KVView
+from specdec.attention.caches.split_cache import SplitView
 from specdec.attention.kernels.hopper_tiles import hopper_tiles, is_measured
 from specdec.attention.kernels.paged_triton import paged_attention_kernel
-from specdec.attention.kernels.rope_store_triton import StoredView, launch_rope, launch_rope_store
+from specdec.attention.kernels.rope_store_triton import StoredView, launch_rope, launch_rope_store, launch_rows_store
 from specdec.attention.kernels.single_query_triton import launch_single_query, reads_own_key_last
 from specdec.attention.kernels.suffix_triton import suffix_merge_kernel
 from specdec.attention.kernels.tiles_triton import (
@@ -44,7 +45,7 @@ from specdec.attention.segment import AttentionPlan, Segment
 from specdec.attention.state import AttentionState, merge_states, with_sinks
 from specdec.ops.launch import chained, has_pdl, shared_memory
 from specdec.ops.products.numerics import FAST, Numerics
-from specdec.ops.rope import HeadPrep
+from specdec.ops.rope import PLAIN_VALUES, HeadPrep
 
 
 class TritonBackend(Backend):
@@ -69,11 +70,16 @@ class TritonBackend(Backend):
         assert isinstance(view, StoredView)
         return launch_rope_store(qkv_TXD, view, slots_T, prep, self.numerics)
 
+    def store_rows(self, view: SplitView, rows_TC: Tensor, slots_T: Tensor, prep: HeadPrep) -> Tensor:
+        return launch_rows_store(rows_TC, view, slots_T, prep, self.numerics)
+
     def store_and_attend(
         self, view: HeadsView, qkv_TXD: Tensor, slots_T: Tensor, prep: HeadPrep, prepared: TritonPlan, scoring: Scoring = PLAIN
     ) -> AttentionState | None:
         (T, X, D), K, paged = qkv_TXD.shape, prep.num_kv_heads, prepared.segments
         if not T or prepared.suffix is not None or len(paged) != 1 or not isinstance(view, MHAView) or qkv_TXD.stride(2) != 1:
+            return None
+        if prep.values != PLAIN_VALUES:
             return None
         (segment,), q_THD, device = paged, qkv_TXD[:, : X - 2 * K], qkv_TXD.device
         measured = is_measured(device) if self.hopper is None else self.hopper
