@@ -174,7 +174,9 @@ def launch_rows_store(rows_TC: Tensor, view: SplitView, slots_T: Tensor, prep: H
     (T, C), K, (k, v) = rows_TC.shape, prep.num_kv_heads, view.heads
     D, E = k.shape[2], v.shape[2]
     q_TQD = rows_TC[:, : C - K * (D + E)].unflatten(1, (-1, D))
-    assert D % 2 == E % 2 == 0 and k.stride(2) == v.stride(2) == 1 and k.shape[1] == v.shape[1] == K and not prep.values.are_keys
+    assert (
+        D % 2 == E % 2 == 0 and k.stride(2) == v.stride(2) == 1 and k.shape[1] == v.shape[1] == K and not prep.values.are_keys
+    )
     assert rows_TC.stride(1) == 1 and slots_T.shape == (T,) and rows_TC.dtype == k.dtype and k.stride(0) == v.stride(0)
     if T:
         strides = k.stride(0), (v.data_ptr() - k.data_ptr()) // k.itemsize, k.stride(1), v.stride(1)

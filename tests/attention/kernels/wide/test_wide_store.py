@@ -76,9 +76,7 @@ def test_equals_the_definition(backend: Backend, layer: Layer, T: int, dtype: to
     freq = torch.cat((1.0 / 100 ** (torch.arange(rotated // 2) / rotated), torch.zeros(D // 2 - rotated // 2)))
     positions_T = torch.randint(P, (T,), generator=generator).to(DEVICE)
     weight = (1 + 0.2 * torch.randn(Q + K, D, generator=generator)).to(DEVICE, dtype)
-    prep = HeadPrep(
-        Rotation(rotary_table(freq, P).to(DEVICE, dtype), positions_T), K, weight if normed else None, EPS, values
-    )
+    prep = HeadPrep(Rotation(rotary_table(freq, P).to(DEVICE, dtype), positions_T), K, weight if normed else None, EPS, values)
     want = expected(layer, rows_TC, torch.outer(positions_T.cpu(), freq).to(DEVICE), weight)
     slots = max(X, T + 3)
     kept = torch.full((slots, K * (D + E)), torch.nan, dtype=dtype, device=DEVICE)
