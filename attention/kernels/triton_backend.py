@@ -238,9 +238,9 @@ class TritonBackend(Backend):
         if tiles is None:
             key_bytes = padded(k.shape[2]) * k.itemsize + padded(v.shape[2]) * v.itemsize
             tiles = paged_tiles(wanted, widest, q_THD.itemsize, *kept)
-            if widest > WIDE:
-                tiles = wide_tiles(wanted, q_THD.itemsize, view.quant)
             room = shared_memory(q_THD.device)
+            if widest > WIDE:
+                tiles = wide_tiles(wanted, q_THD.itemsize, view.quant, room)
             if (
                 view.quant and k.shape[2] > q_THD.shape[2]
             ):  # halves with scales of their own pass through shared memory once more

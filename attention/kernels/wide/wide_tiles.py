@@ -22,6 +22,7 @@ from specdec.attention.kinds import Scoring
 from specdec.attention.segment import Segment
 
 WIDE = 256  # wider heads have tiles of their own
+LARGE = 160_000  # threshold: bytes of shared memory from which on a GPU has room for 64 queries and two stages of 32 keys
 HOPPER_TILES = {  # by widths of keys and values
     (512, 512): PagedTiles(64, 32, 8, 2, 64, registers=168, hopper=True),
     (192, 128): PagedTiles(64, 64, 4, 2, 64, registers=168, ctas_per_sm=2, hopper=True),
@@ -57,14 +58,16 @@ def wide_hopper_tiles(
 
 
 @lru_cache
-def wide_tiles(seqlen_q_packgqa: int, itemsize: int, quant: str) -> PagedTiles:
-    """paged_triton.py's tiles for heads of more than 256; the arguments are those of `paged_tiles`.
+def wide_tiles(seqlen_q_packgqa: int, itemsize: int, quant: str, room: int) -> PagedTiles:
+    """paged_triton.py's tiles for heads of more than 256; the arguments are those of `paged_tiles` and of `within`.
 
     Eight warps hold a tile's queries and weighted values, 64 rows at most: four would spill registers.
     """
     wanted = max(16, triton.next_power_of_2(seqlen_q_packgqa))
     if itemsize == 4:
         return PagedTiles(16, 16, 8, 2)
+    if room < LARGE:
+        return PagedTiles(min(wanted, 32), 16, 8, 3)
     if quant:
         return PagedTiles(min(wanted, 64), 32, 8, 3 if wanted <= 32 else 2)
     return PagedTiles(min(wanted, 64), 32, 8, 3 if wanted == 16 else 2)
