@@ -2,9 +2,8 @@
 
 paged_hopper.py's kernel keeps a tile's weighted values in the registers of one warpgroup, which hold 256 columns of 64 rows.
 Here values of more than 256 columns are shared by two warpgroups.  Each multiplies the queries with half of a block's keys,
-puts its softmax weights into shared memory, and multiplies all weights with its half of the values' columns.  The products of
-the next block's keys are started ahead of these, so that the next softmax runs while tensor cores multiply values.  Keys and
-values have stages and mbarriers of their own, because a block's keys make room for later ones before its values do.
+puts its softmax weights into shared memory, and multiplies all weights with its half of the values' columns.  Keys and values
+have stages and mbarriers of their own: a block's keys make room for later ones while its values are still to be multiplied.
 
 Every panel of 64 columns of a page comes by a TMA load of its own, so that a block's pages lie side by side and one wgmma
 reads them all.  A token's keys and values are one row, keys first; in panels a row has the same order for heads of any width.
@@ -25,7 +24,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     warpgroup_mma,
-    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -42,35 +40,35 @@ from specdec.ops.launch import chained
 
 @gluon.jit
 def _load_block(
-    kv_tiles, smem, bar, slots, first_panel, panels, stage, pred,
+    kv_tiles, smem, bar, slots, first_panel, stage, pred,
     PAGES: gl.constexpr, PANELS: gl.constexpr, FIRST_PAGE: gl.constexpr,
 ):  # fmt: skip
     """Issues the TMA loads of a block's keys, or of its values: PANELS panels of each page from first_panel on.
 
-    slots: of all pages of several blocks; this block's are those from FIRST_PAGE on.  panels: the number PANELS, which the
-    compiler must not know: the producer has no registers for the addresses of an unrolled loop.
+    slots: of all pages of several blocks; this block's are those from FIRST_PAGE on.  The loop over panels stays a loop: the
+    producer has no registers for so many addresses.
     """
-    for d in range(panels):
+    for d in range(PANELS):
         for i in gl.static_range(PAGES):
             to = smem.index((stage * PANELS + d) * PAGES + i)
             tma_load(kv_tiles, [first_panel + d, slots[FIRST_PAGE + i], 0], bar, to, pred=pred)
 
 
 @gluon.jit(
-    do_not_specialize=["stride_row", "states", "tiles", "key_panels", "value_panels"],
+    do_not_specialize=["stride_row", "states", "tiles"],
     do_not_specialize_on_alignment=["page_table", "cache_seqlens", "cu_seqlens_q", "starts", "lse"],
 )
 def wide_hopper_kernel(
     q_tiles,  # tiles [BLOCK_M / PADDED_GROUP, PADDED_GROUP, 64] of [T, H, D]
     kv_tiles,  # tiles [1, PAGE_KEYS, 64] of keys and values as [K * (KEY_PANELS + VALUE_PANELS), slots, 64]
     page_table, cache_seqlens, cu_seqlens_q, starts, out, lse,  # as in paged_attention_kernel
-    scale, softcap, stride_row, states, tiles, key_panels, value_panels,
+    scale, softcap, stride_row, states, tiles,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, PADDED_GROUP: gl.constexpr, DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
     PAGE_SIZE: gl.constexpr, CAUSAL: gl.constexpr, HAS_STARTS: gl.constexpr, WINDOW_RIGHT: gl.constexpr,
     SOFTCAP: gl.constexpr, FRESH: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, MIN_SPLIT_KEYS: gl.constexpr,
     STAGES: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """The arguments are those of paged_hopper_kernel, with a width of values, and the panels of a key and of a value."""
+    """The arguments are those of paged_hopper_kernel, with a width of values."""
     dtype: gl.constexpr = kv_tiles.dtype
     PAGE_KEYS: gl.constexpr = PAGE_SIZE if PAGE_SIZE < BLOCK_N else BLOCK_N
     PAGES: gl.constexpr = BLOCK_N // PAGE_KEYS
@@ -95,7 +93,7 @@ def wide_hopper_kernel(
     k_smem = gl.allocate_shared_memory(dtype, [STAGES * KEY_PANELS * PAGES, 1, PAGE_KEYS, 64], kv_tiles.layout)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES * VALUE_PANELS * PAGES, 1, PAGE_KEYS, 64], kv_tiles.layout)
     WEIGHTS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=2 * BLOCK_N, element_bitwidth=16, rank=2)
-    p_smem = gl.allocate_shared_memory(dtype, [2, BLOCK_M, BLOCK_N], WEIGHTS)
+    p_smem = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_N], WEIGHTS)
     # mbarriers: of each stage, keys' and values'; the last one of those that say what is there is the queries'
     full = gl.allocate_shared_memory(gl.int64, [2 * STAGES + 1, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
@@ -107,8 +105,7 @@ def wide_hopper_kernel(
     memory = q_smem, k_smem, v_smem, p_smem, full, empty
     shared = starts, out, lse, scale, softcap, states, first, queries, length, tile, kv_head, split, splits
     keys = low, high, whole, begin, from_first
-    pages = page_table + row.to(gl.int64) * stride_row
-    loads = q_tiles, kv_tiles, pages, first + tile * (BLOCK_M // PADDED_GROUP), kv_head, key_panels, value_panels
+    loads = q_tiles, kv_tiles, page_table + row.to(gl.int64) * stride_row, first + tile * (BLOCK_M // PADDED_GROUP), kv_head
     gl.warp_specialize(
         [
             (wide_consumer, (
@@ -126,14 +123,14 @@ def wide_hopper_kernel(
 
 @gluon.jit
 def _load_first(
-    kv_tiles, full, k_smem, v_smem, slots, low, blocks, settled, keys_at, values_at, AFTER_WAIT: gl.constexpr,
+    kv_tiles, full, k_smem, v_smem, slots, low, blocks, settled, key_panel, value_panel, AFTER_WAIT: gl.constexpr,
     STAGES: gl.constexpr, PAGES: gl.constexpr, BLOCK_N: gl.constexpr, KEY_PANELS: gl.constexpr, VALUE_PANELS: gl.constexpr,
 ):  # fmt: skip
     """Issues the TMA loads of the first blocks: those with keys from `settled` on if AFTER_WAIT, else the others."""
     for s in gl.static_range(STAGES):
         wanted = (s < blocks) & ((low + (s + 1) * BLOCK_N > settled) == AFTER_WAIT)
-        _load_block(kv_tiles, k_smem, full.index(2 * s), slots, *keys_at, s, wanted, PAGES, KEY_PANELS, s * PAGES)
-        _load_block(kv_tiles, v_smem, full.index(2 * s + 1), slots, *values_at, s, wanted, PAGES, VALUE_PANELS, s * PAGES)
+        _load_block(kv_tiles, k_smem, full.index(2 * s), slots, key_panel, s, wanted, PAGES, KEY_PANELS, s * PAGES)
+        _load_block(kv_tiles, v_smem, full.index(2 * s + 1), slots, value_panel, s, wanted, PAGES, VALUE_PANELS, s * PAGES)
 
 
 @gluon.jit
@@ -147,12 +144,11 @@ def wide_producer(
     stage by stage, keys and values each as soon as there is room.
     """
     q_smem, k_smem, v_smem, _, full, empty = memory
-    q_tiles, kv_tiles, pages, first_query, kv_head, key_panels, value_panels = loads
+    q_tiles, kv_tiles, pages, first_query, kv_head = loads
     PAGES: gl.constexpr = BLOCK_N // PAGE_KEYS
     KEY_PANELS: gl.constexpr = DIM // 64
     VALUE_PANELS: gl.constexpr = VALUE_DIM // 64
-    keys_at = kv_head * KEY_PANELS, key_panels  # which panels of a row they are
-    values_at = KV_HEADS * KEY_PANELS + kv_head * VALUE_PANELS, value_panels
+    key_panel, value_panel = kv_head * KEY_PANELS, KV_HEADS * KEY_PANELS + kv_head * VALUE_PANELS
     blocks = gl.cdiv(gl.maximum(high - low, 0), BLOCK_N)
     slots = ()
     for s in gl.static_range(STAGES):
@@ -161,7 +157,7 @@ def wide_producer(
         mbarrier.expect(full.index(2 * s + 1), 2 * BLOCK_N * VALUE_DIM, pred=s < blocks)
     if FRESH != "all":
         _load_first(
-            kv_tiles, full, k_smem, v_smem, slots, low, blocks, settled, keys_at, values_at, False,
+            kv_tiles, full, k_smem, v_smem, slots, low, blocks, settled, key_panel, value_panel, False,
             STAGES, PAGES, BLOCK_N, KEY_PANELS, VALUE_PANELS,
         )  # fmt: skip
     if PDL:
@@ -172,7 +168,7 @@ def wide_producer(
         tma_load(q_tiles, [first_query, kv_head * GROUP, d * 64], full.index(2 * STAGES), q_smem.index(d), pred=blocks > 0)
     if low + STAGES * BLOCK_N > settled:
         _load_first(
-            kv_tiles, full, k_smem, v_smem, slots, low, blocks, settled, keys_at, values_at, True,
+            kv_tiles, full, k_smem, v_smem, slots, low, blocks, settled, key_panel, value_panel, True,
             STAGES, PAGES, BLOCK_N, KEY_PANELS, VALUE_PANELS,
         )  # fmt: skip
     slots = slots_of_pages(pages, low + STAGES * BLOCK_N, high, PAGE_SIZE, PAGE_KEYS, PAGES)
@@ -181,23 +177,12 @@ def wide_producer(
     for k in range(STAGES, blocks):
         mbarrier.wait(empty.index(2 * stage), phase)
         mbarrier.expect(full.index(2 * stage), 2 * BLOCK_N * DIM)
-        _load_block(kv_tiles, k_smem, full.index(2 * stage), slots, *keys_at, stage, True, PAGES, KEY_PANELS, 0)
+        _load_block(kv_tiles, k_smem, full.index(2 * stage), slots, key_panel, stage, True, PAGES, KEY_PANELS, 0)
         mbarrier.wait(empty.index(2 * stage + 1), phase)
         mbarrier.expect(full.index(2 * stage + 1), 2 * BLOCK_N * VALUE_DIM)
-        _load_block(kv_tiles, v_smem, full.index(2 * stage + 1), slots, *values_at, stage, True, PAGES, VALUE_PANELS, 0)
+        _load_block(kv_tiles, v_smem, full.index(2 * stage + 1), slots, value_panel, stage, True, PAGES, VALUE_PANELS, 0)
         slots = slots_of_pages(pages, low + (k + 1) * BLOCK_N, high, PAGE_SIZE, PAGE_KEYS, PAGES)
         stage, phase = next_stage(stage, phase, STAGES)
-
-
-@gluon.jit
-def _products(q_PMD, k_PND, stage, zeros_MN, KEY_PANELS: gl.constexpr):
-    """Starts the products of the queries and the keys of a stage; each wgmma adds those of a panel."""
-    first_DN = k_PND.index(stage * KEY_PANELS).permute((1, 0))
-    products = warpgroup_mma(q_PMD.index(0), first_DN, zeros_MN, use_acc=False, is_async=True)
-    for d in gl.static_range(1, KEY_PANELS):
-        keys_DN = k_PND.index(stage * KEY_PANELS + d).permute((1, 0))
-        products = warpgroup_mma(q_PMD.index(d), keys_DN, products, is_async=True)
-    return products
 
 
 @gluon.jit
@@ -245,13 +230,15 @@ def wide_consumer(
     stage = 0
     phase = 0
     mbarrier.wait(full.index(2 * STAGES), 0, pred=blocks > 0)
-    mbarrier.wait(full.index(0), 0, pred=blocks > 0)
-    products = _products(q_PMD, k_PND, 0, zeros_MN, KEY_PANELS)
-    s_MN = warpgroup_mma_wait(0, deps=(products,))
-    acc = warpgroup_mma_init(acc_ME)
     for k in range(blocks):
         start = low + k * BLOCK_N
-        s_MN *= scale_log2
+        mbarrier.wait(full.index(2 * stage), phase)
+        keys_DN = k_PND.index(stage * KEY_PANELS).permute((1, 0))
+        products = warpgroup_mma(q_PMD.index(0), keys_DN, zeros_MN, use_acc=False, is_async=True)
+        for d in gl.static_range(1, KEY_PANELS):
+            keys_DN = k_PND.index(stage * KEY_PANELS + d).permute((1, 0))
+            products = warpgroup_mma(q_PMD.index(d), keys_DN, products, is_async=True)
+        s_MN = warpgroup_mma_wait(0, deps=(products,)) * scale_log2
         if SOFTCAP:
             s_MN = (softcap - 2 * softcap / (1 + gl.exp2(s_MN * (2 * LOG2E / softcap)))) * LOG2E
         if (start + BLOCK_N > whole) | (start < from_first):
@@ -261,27 +248,20 @@ def wide_consumer(
         decay_M = gl.exp2(top_M - shift_M)
         top_M = new_M
         p_MN = gl.exp2(s_MN - shift_M[:, None])
-        total_MN = total_MN * decay_M[:, None] + p_MN
-        weights_MN = p_smem.index(k % 2)
-        weights_MN.store(p_MN.to(dtype))
+        p_smem.store(p_MN.to(dtype))
         mbarrier.wait(full.index(2 * stage + 1), phase)
         if (start + BLOCK_N > high) | (start < begin):
             drop_values(v_SNE.index(stage), begin, start, high, BLOCK_N, VALUE_DIM, WARPS)
-        acc_ME = warpgroup_mma_wait(0, deps=(acc,))
         fence_async_shared()
-        barrier()  # all weights are there; all consumer warps have read this block's keys and the values of the one before
+        barrier()  # all weights are there, and all consumer warps have read the keys
         mbarrier.arrive(empty.index(2 * stage), count=1, pred=k + STAGES < blocks)
-        before = gl.where(stage == 0, STAGES, stage) - 1  # the stage of the block before
-        mbarrier.arrive(empty.index(2 * before + 1), count=1, pred=(k > 0) & (k + STAGES <= blocks))
-        values_NE = v_SNE.index(stage)
-        stage, phase = next_stage(stage, phase, STAGES)
         acc_ME *= gl.convert_layout(decay_M, gl.SliceLayout(1, A))[:, None]
-        mbarrier.wait(full.index(2 * stage), phase, pred=k + 1 < blocks)
-        # After the last block the products are of some block before, and nobody reads them.
-        products = _products(q_PMD, k_PND, stage, zeros_MN, KEY_PANELS)
-        acc = warpgroup_mma(weights_MN, values_NE, acc_ME, is_async=True)
-        s_MN = warpgroup_mma_wait(1, deps=(products,))
-    acc_ME = warpgroup_mma_wait(0, deps=(acc,))
+        acc = warpgroup_mma(p_smem, v_SNE.index(stage), acc_ME, is_async=True)
+        total_MN = total_MN * decay_M[:, None] + p_MN
+        acc_ME = warpgroup_mma_wait(0, deps=(acc,))
+        barrier()  # all consumer warps have read the values and the weights
+        mbarrier.arrive(empty.index(2 * stage + 1), count=1, pred=k + STAGES < blocks)
+        stage, phase = next_stage(stage, phase, STAGES)
 
     total_M = gl.sum(total_MN, 1)
     some_M = total_M > 0
@@ -325,7 +305,7 @@ def launch_wide_hopper(
         segment.pages.table, segment.cache_seqlens, segment.cu_seqlens_q,
         segment.cu_seqlens_q if starts_T is None else starts_T, out_THSE, lse_THS,
         scoring.factor(D), 1.0 if scoring.softcap is None else scoring.softcap,
-        segment.pages.table.stride(0), states, num_tiles, D // PANEL, E // PANEL,
+        segment.pages.table.stride(0), states, num_tiles,
         KV_HEADS=K, GROUP=G, PADDED_GROUP=padded_group, DIM=D, VALUE_DIM=E, PAGE_SIZE=P,
         CAUSAL=segment.causal and segment.max_seqlen_q > 1, HAS_STARTS=starts_T is not None, WINDOW_RIGHT=segment.window_right,
         SOFTCAP=scoring.softcap is not None, FRESH=segment.fresh, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
