@@ -22,7 +22,7 @@ from specdec.config import SpecConfig
 from specdec.loading.devices import CHUNK_COST
 from specdec.loading.load import CheckedPair, check_pair, expert_sharing, require_lossless, warn_of_slow_weights
 from specdec.loading.memory import kv_page_bytes, layer_groups, plan_states, source_bytes
-from specdec.loading.rank_share import share_of_tensor
+from specdec.loading.rank_share import heads_of_tensor, share_of_tensor
 from specdec.loading.resolve import EngineSettings, check_packing, check_recurrent, experts_line
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.loader import DTYPES
@@ -248,16 +248,15 @@ def tensor_bytes(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype
     own = [name for name in others if not _is_spare_bias(name, formats, config)]
     held = share_of_tensor(config)
     quantised = sum(matrix_size(format, checkpoint, name, held).bytes for name, format in formats.items())
-    heads: dict[str, int] = {}
-    for name in HEAD_NORMS if config.qk_norm else ():
-        heads |= {f"q_{name}": config.num_heads, f"k_{name}": config.num_kv_heads}
+    norms = {f"{heads}_{name}" for heads in "qk" for name in HEAD_NORMS} if config.qk_norm else set()
     float32 = config.experts is not None and config.experts.kept_float32
 
     def size(name: str) -> int:
         is_above_one = config.zero_centred_norms and NORM.search(name) and not name.endswith(GATED_NORM)
         is_float32 = FLOAT32.search(name) or (float32 and ROUTER.search(name)) or is_above_one
         numbers = math.prod(held(name, checkpoint.shape(name)))
-        copies = heads.get(name.removesuffix(".weight").rpartition(".")[2], 1)
+        norm, heads = name.removesuffix(".weight").rpartition(".")[2], heads_of_tensor(config, name)
+        copies = 1 if norm not in norms else heads.num_heads if norm.startswith("q") else heads.num_kv_heads
         return numbers * copies * (4 if is_float32 else dtype.itemsize)
 
     return quantised + sum(map(size, own))

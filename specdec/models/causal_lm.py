@@ -140,7 +140,11 @@ class CausalLM(Target):
             self.lm_head = Linear.of(own_rows(self.embed_tokens.weight, config.shard))
         else:
             self.lm_head = Linear.vocabulary(config.hidden_size, config.vocab_size, config.shard)
-        self.rotary = Rotary(config.rope, config.head_dim, max_positions)
+        turned = list(dict.fromkeys((heads.rope, heads.head_dim) for heads in (config.heads, *config.all_heads)))
+        self.rotary = Rotary(*turned[0], max_positions)
+        self.other_rotaries = nn.ModuleList(Rotary(*each, max_positions) for each in turned[1:])
+        layers = map(config.heads_of, range(config.num_layers))
+        self._rotary_of = [turned.index((heads.rope, heads.head_dim)) for heads in layers]  # by layer
 
     def forward(
         self,
@@ -155,7 +159,7 @@ class CausalLM(Target):
         With rows_R, layers whose other rows nobody reads compute those rows only: the last layer, and all layers of the model's
         end that store no keys and values.  The output of a captured layer has every token.
         """
-        rotation = self.rotary.at(positions_T)
+        rotations = self._rotations(positions_T)
         layers = [cast(TargetLayer, layer) for layer in self.layers]
         next_norms = [layer.input_layernorm for layer in layers[1:]] + [self.norm]
         x, normed = self._embed(ids_T, layers[0].input_layernorm)
@@ -166,14 +170,18 @@ class CausalLM(Target):
         for index, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
             if asked is not None and index == first:
                 x, normed = select_rows(x, asked), select_rows(normed, asked)
-                rotation = self.rotary.at(positions_T.index_select(0, asked))
+                rotations = self._rotations(positions_T.index_select(0, asked))
                 attn, asked = rows_of(attn, asked), None
             early = asked if index == last and last not in aux_layers else None
-            x, delta = layer(x, normed, rotation, attn, index, early)
+            x, delta = layer(x, normed, rotations[self._rotary_of[index]], attn, index, early)
             x, normed = next_norm.add(x, delta, aux_TAH[:, aux_layers.index(index)] if index in aux_layers else None)
             asked = asked if early is None else None
         hidden = normed if asked is None else select_rows(normed, asked)
         return TargetOutput(hidden, aux_TAH.flatten(1) if len(aux_layers) else None)
+
+    def _rotations(self, positions_T: Tensor) -> list[Rotation]:
+        """Of each rotary table, for tokens at these positions."""
+        return [cast(Rotary, rotary).at(positions_T) for rotary in (self.rotary, *self.other_rotaries)]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The logits [..., V] of final hidden states [..., H]."""

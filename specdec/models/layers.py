@@ -127,8 +127,9 @@ def projection(config: ModelConfig, in_features: int, num_kv_heads: int, query_r
 
     query_rows: rows of q_proj for each value of a query.
     """
-    heads = {"q_proj": query_rows * config.num_heads, "k_proj": num_kv_heads, "v_proj": num_kv_heads}
-    parts = {name: count * config.head_dim for name, count in heads.items() if count}
+    sizes = config.heads
+    rows = {"q_proj": query_rows * sizes.num_heads * sizes.head_dim, "k_proj": num_kv_heads * sizes.head_dim}
+    parts = {name: count for name, count in {**rows, "v_proj": num_kv_heads * sizes.value_dim}.items() if count}
     copies = {"k_proj": config.kv_copies, "v_proj": config.kv_copies}
     return Linear.column(in_features, parts, config.shard, config.qkv_bias, copies)
 
@@ -186,6 +187,7 @@ class Rotary(nn.Module):
 class SelfAttention(nn.Module):
     """Self-attention: one projection to queries, keys and values, then attention, then the output projection.
 
+    config: that of the layer, in which its heads are those of all layers (`ModelConfig.with_heads_of`).
     in_features: width of the input; EAGLE-3 heads read two hidden states side by side.
     shares_kv: whether the layer reads the keys and values of an earlier layer.  It then projects queries only, and has no kv
         heads of its own (num_kv_heads is 0).
@@ -199,8 +201,9 @@ class SelfAttention(nn.Module):
         self.shares_kv = shares_kv
         self.num_heads, self.num_kv_heads = config.num_heads, 0 if shares_kv else config.num_kv_heads
         self.head_dim, self.rope = config.head_dim, config.rope
+        self._scoring = PLAIN if config.attention_scale is None else Scoring(scale=config.attention_scale)
         self.qkv_proj = projection(config, in_features, self.num_kv_heads, self.query_rows)
-        self.o_proj = Linear.row(self.num_heads * self.head_dim, config.hidden_size, config.shard, config.o_bias)
+        self.o_proj = Linear.row(self.num_heads * config.heads.value_dim, config.hidden_size, config.shard, config.o_bias)
         self.qk_norm = HeadsRMSNorm(config, self.num_heads + self.num_kv_heads) if config.qk_norm else None
         self.kv_scale_2K: Tensor | None = None  # scales of fp8 keys and values, if the checkpoint has any; caches read them
 
@@ -222,7 +225,7 @@ class SelfAttention(nn.Module):
     @property
     def scoring(self) -> Scoring:
         """How products of queries and keys become weights; families with another way override this."""
-        return PLAIN
+        return self._scoring
 
 
 class MLP(nn.Module):
