@@ -1,0 +1,43 @@
+"""Targets whose layer kinds have heads of their own write what transformers writes, in float32, whatever the tree.
+
+Keeps out: a token that moves in the layers of one kind alone, a slot of another kind's width, a ring or a cached page that
+holds keys of one kind only, and a layer that reads with another kind's sinks or rotation.
+"""
+
+import pytest
+import toolkit.unlike.targets  # noqa: F401 (its targets)
+from toolkit.driver import Driver
+from toolkit.models import Zoo, ragged_prompts
+
+from specdec import SamplingParams, SpecConfig
+
+LENGTHS = [20, 7, 24, 1, 13, 18]
+PROMPTS = ragged_prompts(40, len(LENGTHS), seed=7)
+# target, head, shape, page size, rows, tokens of a chunk
+CASES = [
+    ("mimo", "eagle3", (4, 4, 14), 1, 3, 7),
+    ("mimo", "eagle1", (5, 1, 6), 16, 2, 64),
+    ("mimo", "ngram", (3, 2, 6), 4, 1, 10),
+    ("mimo", None, None, 16, 2, 1024),
+    ("mimo-alike", "eagle3", (5, 8, 32), 5, 4, 9),
+]
+
+
+@pytest.mark.slow_cases
+@pytest.mark.parametrize(
+    ("target", "head", "shape", "page_size", "rows", "chunk"), CASES, ids=lambda v: str(v).replace(" ", "")
+)
+def test_text_is_transformers(
+    zoo: Zoo, target: str, head: str | None, shape: tuple[int, int, int] | None, page_size: int, rows: int, chunk: int
+) -> None:
+    """More prompts than rows, so that rows leave, move and enter in the middle of others' rounds."""
+    spec = None if shape is None else SpecConfig(*shape)
+    decoder = zoo.decoder(target, head, spec, page_size=page_size, max_batch_size=rows)
+    Driver(decoder).set_chunk(chunk)
+    sampling = [SamplingParams(max_tokens=n) for n in LENGTHS]
+    for speculate in (True, False) if head else (False,):
+        outputs = decoder.generate(PROMPTS, sampling, speculate=speculate)
+        for prompt, n, out in zip(PROMPTS, LENGTHS, outputs, strict=True):
+            assert out.token_ids == zoo.greedy(target, prompt, 24)[:n], (speculate, prompt)
+        assert not speculate or sum(out.stats.accepted for out in outputs) > 0
+    Driver(decoder).assert_nothing_leaked()

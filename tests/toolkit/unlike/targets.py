@@ -1,0 +1,66 @@
+"""Tiny random targets whose layer kinds have heads of their own: MiMo-V2-Flash and Gemma 4, as transformers saves them.
+
+Windows are small, so that prompts and outputs cross them many times.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+
+from toolkit.models import MORE_TARGETS, scaled
+
+COMMON = dict(
+    vocab_size=40, hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=1, head_dim=16,
+    max_position_embeddings=256, bos_token_id=0, eos_token_id=None, pad_token_id=None, tie_word_embeddings=False,
+    sliding_window=6,
+)  # fmt: skip
+MIMO = dict(
+    COMMON, num_hidden_layers=4, layer_types=["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    v_head_dim=12, moe_intermediate_size=24, n_routed_experts=8, num_experts_per_tok=2, routed_scaling_factor=1.3,
+    rope_parameters={
+        "full_attention": {"rope_type": "default", "rope_theta": 5e3, "partial_rotary_factor": 0.5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e2, "partial_rotary_factor": 0.5},
+    },
+)  # fmt: skip
+# name: (model_type, its config)
+TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mimo": ("mimo_v2_flash", MIMO),
+    "mimo-alike": ("mimo_v2_flash", MIMO | dict(v_head_dim=16, n_group=4, topk_group=2, attention_bias=True)),
+}
+
+
+def unlike_model(name: str, seed: int | None = None, **changes: Any) -> PreTrainedModel:
+    """A random model of that name, whose every weight matters.  changes: of its config."""
+    model_type, own = TARGETS[name]
+    config = CONFIG_MAPPING[model_type](**own | changes)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(list(TARGETS).index(name) if seed is None else seed)
+    with torch.no_grad():
+        corrections = [(n, b) for n, b in model.named_buffers() if n.endswith(("e_score_correction_bias", "layer_scalar"))]
+        for part, weight in (*model.named_parameters(), *corrections):
+            weight.copy_(_weight_of(part, torch.randn(weight.shape, generator=generator)))
+    return model
+
+
+def _weight_of(part: str, noise: Tensor) -> Tensor:
+    """Noise made into a weight of that name."""
+    if part.endswith("e_score_correction_bias"):
+        return 0.1 * noise
+    if part.endswith(("layer_scalar", "scale")):
+        return 1 + 0.2 * noise
+    return 2 * noise if "sinks" in part else scaled(part, noise)
+
+
+def save_unlike(folder: Path, name: str, seed: int | None = None, **changes: Any) -> Path:
+    """The folder with that model, as transformers saves it."""
+    unlike_model(name, seed, **changes).save_pretrained(folder)
+    return folder
+
+
+MORE_TARGETS |= {name: partial(save_unlike, name=name) for name in TARGETS}
