@@ -1,7 +1,8 @@
 """What one slot of a cache holds: named buffers, from which a cache's bytes, moves and views follow.
 
 A buffer is one tensor [layers that hold it, num_slots, *shape].  A layout lists a cache format's buffers and makes a layer's
-view of them; it holds no memory itself.  A model whose layers have unlike heads has several layouts (`UnlikeLayout`).  This module knows no format: each format's layout stands beside its view.
+view of them; it holds no memory itself.  A model whose layers have unlike heads has several (`UnlikeLayout`).  This module
+knows no format: each format's layout stands beside its view.
 
 Shapes: T tokens, K kv heads, D head dim, E value dim, N slots.
 """

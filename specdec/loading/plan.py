@@ -41,12 +41,12 @@ CONTEXT_BYTES = 800 << 20  # of CUDA itself, its libraries and our compiled kern
 MAX_BATCH = 4096  # the most that max_batch_size takes
 # What is no matrix of a Linear, or is read by head.
 NOT_LOSSLESS = re.compile(
-    r"\.experts\.|(\b(mlp|block_sparse_moe|feed_forward|mixer)\.gate|router(\.gate|\.layer)?|expert_gate|\bkv_b_proj)\.weight$"
+    r"\.experts\.|(\b(mlp|block_sparse_moe|feed_forward|mixer)\.gate|router(\.gate|\.layer|\.proj)?|expert_gate|\bkv_b_proj)\.weight$"
 )
 # What is kept in float32 in a model of any dtype; of some families the router, too.
 FLOAT32, ROUTER = (
-    re.compile(r"\.(sinks|e_score_correction_bias|expert_bias|A_log|dt_bias|D)$"),
-    re.compile(r"\.mlp\.(gate|router)\.(weight|bias)$"),
+    re.compile(r"\.(sinks|attention_sink_bias|per_expert_scale|e_score_correction_bias|expert_bias|A_log|dt_bias|D)$"),
+    re.compile(r"\.(mlp\.(gate|router)|router\.proj)\.(weight|bias)$"),
 )
 NORM = re.compile(r"norm\w*\.weight$")
 GATED_NORM = ".linear_attn.norm.weight"  # of a family whose other norms are zero-centred

@@ -49,6 +49,8 @@ def share_of_tensor(config: ModelConfig) -> Held:
             return (shape[0] * len(own) // experts.count, *shape[1:])
         if name.endswith((".dt_bias", ".A_log")):  # of recurrent layers
             return (math.prod(shape) // ranks,)
+        if name.endswith(".attention_sink_bias"):
+            return (shape[0] // ranks,)
         matrix = matrix.removesuffix("_bias")
         if name.endswith("_bias"):  # gpt-oss's of all experts, [experts, rows]
             return (shape[0], -(-shape[1] // ranks)) if BY_ROWS.search(matrix) else shape

@@ -163,6 +163,7 @@ class CausalLM(Target):
         layers = [cast(TargetLayer, layer) for layer in self.layers]
         next_norms = [layer.input_layernorm for layer in layers[1:]] + [self.norm]
         x, normed = self._embed(ids_T, layers[0].input_layernorm)
+        own_TLP = self.layer_inputs(ids_T, x)
         assert len(set(aux_layers)) == len(aux_layers) and all(0 <= index < len(layers) for index in aux_layers), aux_layers
         aux_TAH = x.new_empty(x.shape[0], len(aux_layers), x.shape[1])  # the norms after these layers write their outputs here
         last, first = len(layers) - 1, self.config.first_of_rows(aux_layers)
@@ -171,13 +172,22 @@ class CausalLM(Target):
             if asked is not None and index == first:
                 x, normed = select_rows(x, asked), select_rows(normed, asked)
                 rotations = self._rotations(positions_T.index_select(0, asked))
+                own_TLP = None if own_TLP is None else own_TLP.index_select(0, asked)
                 attn, asked = rows_of(attn, asked), None
             early = asked if index == last and last not in aux_layers else None
-            x, delta = layer(x, normed, rotations[self._rotary_of[index]], attn, index, early)
+            own = () if own_TLP is None else (own_TLP[:, index],)
+            x, delta = layer(x, normed, rotations[self._rotary_of[index]], attn, index, early, *own)
             x, normed = next_norm.add(x, delta, aux_TAH[:, aux_layers.index(index)] if index in aux_layers else None)
             asked = asked if early is None else None
         hidden = normed if asked is None else select_rows(normed, asked)
         return TargetOutput(hidden, aux_TAH.flatten(1) if len(aux_layers) else None)
+
+    def layer_inputs(self, ids_T: Tensor, x_TH: Tensor) -> Tensor | None:
+        """[T, layers, P]: what each layer reads of each token beside the residual stream, given the embeddings; None: nothing.
+
+        Layers of families with such inputs take them as one argument more, of all T tokens.
+        """
+        return None
 
     def _rotations(self, positions_T: Tensor) -> list[Rotation]:
         """Of each rotary table, for tokens at these positions."""

@@ -21,14 +21,17 @@ from specdec.models.recurrent.sizes import RecurrentConfig
 from specdec.models.schemes.rules import Quantization
 from specdec.parallel.shard import Shard
 
-NO_ROPE = "none"
+NO_ROPE, PROPORTIONAL = "none", "proportional"
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding: theta, and Llama-3.1's or a linear scaling (`kind`: default | linear | llama3 | none).
+    """Rotary embedding: theta, and Llama-3.1's or a linear scaling (`kind`: default | linear | llama3 |
+    proportional | none).
 
     kind none: positions turn nothing (NoPE); tables then hold angles of 0, for kernels that turn heads all the same.
+
+    kind proportional: only the first pairs of a head are turned, `share` of them, and as if all of them were.
 
     rotated: how many values of a head are turned, where not all are; 0: all.
     interleaved: whether a checkpoint's pairs lie side by side.  In memory they lie as `ops.rope.by_halves` says.
@@ -42,6 +45,7 @@ class RopeConfig:
     original_max_position: float = 8192
     rotated: int = 0
     interleaved: bool = False
+    share: float = 1.0
 
     @property
     def of_whole_heads(self) -> RopeConfig:
@@ -49,7 +53,10 @@ class RopeConfig:
 
         Beside a target that knows no positions, draft heads have the usual angles: their layouts can't say that they have none.
         """
-        return RopeConfig() if self.kind == NO_ROPE else replace(self, rotated=0, interleaved=False)
+        if self.kind == NO_ROPE:
+            return RopeConfig()
+        kind = "default" if self.kind == PROPORTIONAL else self.kind
+        return replace(self, kind=kind, rotated=0, interleaved=False, share=1.0)
 
 
 @dataclass(frozen=True)
@@ -103,6 +110,7 @@ class HeadSizes:
     value_width: of a value where that is not head_dim; 0: it is.
     attention_scale: of products of queries and keys; None: head_dim ** -0.5.
     has_sinks: whether each query head has a logit more in its softmax.
+    values_are_keys: whether keys and values have one projection.
     kv_copies: how many neighbouring ranks hold the same key/value heads.
     """
 
@@ -113,6 +121,7 @@ class HeadSizes:
     rope: RopeConfig = field(default_factory=RopeConfig)
     attention_scale: float | None = None
     has_sinks: bool = False
+    values_are_keys: bool = False
     kv_copies: int = 1
 
     @property
@@ -135,8 +144,7 @@ class HeadSizes:
 class ModelConfig:
     """Sizes and switches of a decoder.  Counts are in heads, layers and hidden units.
 
-    num_heads to head_dim, value_width, rope, attention_scale, has_sinks, kv_copies: as of HeadSizes, of all layers whose kind is not in
-        unlike_heads.
+    num_heads to head_dim, and all else that HeadSizes has: of the layers whose kind is not in unlike_heads.
     unlike_heads: the kinds of layers with other heads, and these heads; `heads_of` answers for any layer.
     qk_norm: whether queries and keys are normed head by head.  norms_all_heads: whether all heads of a token are, together.
     zero_centred_norms: whether norms multiply by 1 + their weight (see RMSNorm), those of heads too.
@@ -206,6 +214,7 @@ class ModelConfig:
     shard: Shard = Shard()
     kv_copies: int = 1
     attention_scale: float | None = None
+    values_are_keys: bool = False
     unlike_heads: tuple[tuple[LayerKind, HeadSizes], ...] = ()
     output_names: OutputNames = OutputNames()
 
@@ -287,8 +296,8 @@ class ModelConfig:
     def key_operations(self) -> float:
         """How many more operations a query takes in attention for each key that comes before it, over all layers.
 
-        Layers that read all keys take two for each head and dimension of keys and of values.  Where an indexer chooses the keys, only its scores
-        grow: two for each of its heads and dimensions.  Layers with a window cost the same at every position.
+        Layers that read all keys take two for each head and dimension of keys and of values.  Where an indexer chooses the
+        keys, only its scores grow: two for each of its heads and dimensions.  Layers with a window cost the same everywhere.
         """
         if (index := self.indexer) is not None:
             return 2.0 * index.heads * index.head_dim * len(set(index.sources))

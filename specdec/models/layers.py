@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from specdec.attention.inputs import AttentionFn, HeadInputs, QueryInputs
 from specdec.attention.kinds import PLAIN, Scoring
-from specdec.models.config import NO_ROPE, ModelConfig, RopeConfig
+from specdec.models.config import NO_ROPE, PROPORTIONAL, ModelConfig, RopeConfig
 from specdec.models.linear import Linear
 from specdec.models.making import made_now, new_weight
 from specdec.models.yarn import YarnRope, yarn_frequencies
@@ -129,7 +129,8 @@ def projection(config: ModelConfig, in_features: int, num_kv_heads: int, query_r
     """
     sizes = config.heads
     rows = {"q_proj": query_rows * sizes.num_heads * sizes.head_dim, "k_proj": num_kv_heads * sizes.head_dim}
-    parts = {name: count for name, count in {**rows, "v_proj": num_kv_heads * sizes.value_dim}.items() if count}
+    rows["v_proj"] = 0 if sizes.values_are_keys else num_kv_heads * sizes.value_dim
+    parts = {name: count for name, count in rows.items() if count}
     copies = {"k_proj": config.kv_copies, "v_proj": config.kv_copies}
     return Linear.column(in_features, parts, config.shard, config.qkv_bias, copies)
 
@@ -148,6 +149,9 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, device: torch.device) -
     if isinstance(rope, YarnRope):
         return yarn_frequencies(rope, head_dim, device)
     inv_freq = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).float() / head_dim)
+    if rope.kind == PROPORTIONAL:
+        turned = int(rope.share * head_dim // 2)
+        return torch.cat((inv_freq[:turned] / rope.factor, inv_freq.new_zeros(head_dim // 2 - turned)))
     if rope.kind == "linear":
         return inv_freq / rope.factor
     if rope.kind == "default":

@@ -28,9 +28,27 @@ MIMO = dict(
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e2, "partial_rotary_factor": 0.5},
     },
 )  # fmt: skip
-# name: (model_type, its config)
+GEMMA = dict(
+    COMMON, num_hidden_layers=6, layer_types=["sliding_attention", "full_attention"] * 3, global_head_dim=24,
+    num_key_value_heads=4, hidden_size_per_layer_input=0, vocab_size_per_layer_input=40, tie_word_embeddings=True,
+    rope_parameters={
+        "full_attention": {"rope_type": "proportional", "rope_theta": 5e3, "partial_rotary_factor": 0.25},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e2},
+    },
+)  # fmt: skip
+# name: (model_type, its config).  The Gemmas: as 31B, as E2B and as 26B-A4B.
 TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "mimo": ("mimo_v2_flash", MIMO),
+    "gemma": ("gemma4_text", GEMMA | dict(num_global_key_value_heads=1, attention_k_eq_v=True, final_logit_softcapping=9.0)),
+    "gemma-small": (
+        "gemma4_text",
+        GEMMA | dict(num_key_value_heads=1, num_kv_shared_layers=3, use_double_wide_mlp=True, hidden_size_per_layer_input=8),
+    ),
+    "gemma-mixture": (
+        "gemma4_text",
+        GEMMA | dict(num_global_key_value_heads=2, attention_k_eq_v=True, enable_moe_block=True, num_experts=8)
+        | dict(top_k_experts=2, moe_intermediate_size=20),
+    ),
     "mimo-alike": ("mimo_v2_flash", MIMO | dict(v_head_dim=16, n_group=4, topk_group=2, attention_bias=True)),
 }
 
