@@ -28,6 +28,7 @@ from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.loader import DTYPES
 from specdec.models.checkpoints.mtp_names import mtp_prefixes
 from specdec.models.config import ModelConfig
+from specdec.models.kv import token_bytes_by_kind
 from specdec.models.recurrent.sizes import SHARED_OF_MANY_NODES
 from specdec.models.schemes.size import Held, all_of_it, matrix_size, quantised_and_dense, quantised_matrices
 from specdec.models.schemes.slow import FIRST
@@ -49,6 +50,7 @@ FLOAT32, ROUTER = (
     re.compile(r"\.(mlp\.(gate|router)|router\.proj)\.(weight|bias)$"),
 )
 NORM = re.compile(r"norm\w*\.weight$")
+NOT_KEPT = "rotary_emb.inv_freq", ".router.scale"  # follows from the config; multiplied into another weight
 GATED_NORM = ".linear_attn.norm.weight"  # of a family whose other norms are zero-centred
 HEAD_NORMS = "norm", "layernorm"  # what checkpoints call norms of queries and of keys, after a letter
 # What lies together in one matrix: parts of a projection, and the experts of a layer.
@@ -79,6 +81,7 @@ class MemoryPlan(NamedTuple):
     target_weights: str  # in words, how they are kept
     parts: dict[str, int]
     kv_token: tuple[int, ...]  # of one token, target and drafter
+    kv_kinds: dict[str, int]  # of one token, in the target's layers of each kind
     memory: int  # what there is
     longest: int  # the longest context at this batch size that fits; 0: none does
     widest: int  # the largest batch at this context that fits; 0: none does
@@ -140,6 +143,7 @@ def plan_memories(
         str(config.quantization or f"{settings.dtype}".removeprefix("torch.")),
         at(context, batch),
         tuple(sum(kv_page_bytes([c], settings, layer_groups([c], settings))) // settings.page_size for c in models.configs),
+        token_bytes_by_kind(models.configs[0], options.kv_cache_dtype, settings.dtype),
         memory=0,
         longest=0,
         widest=0,
@@ -243,7 +247,7 @@ def tensor_bytes(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype
     config: of the layers that they are of, the first rank's share.  A file has one norm for all query heads, and one for all
     key heads; the model keeps a copy for each head (HeadsRMSNorm).
     """
-    names = [name for name in checkpoint.names() if name not in without and not name.endswith("rotary_emb.inv_freq")]
+    names = [name for name in checkpoint.names() if name not in without and not name.endswith(NOT_KEPT)]
     formats, others = quantised_and_dense(checkpoint, names)
     own = [name for name in others if not _is_spare_bias(name, formats, config)]
     held = share_of_tensor(config)

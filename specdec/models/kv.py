@@ -67,6 +67,15 @@ def cache_layout(
     return UnlikeLayout(layouts, tuple(numbers))
 
 
+def token_bytes_by_kind(config: ModelConfig, kv_cache_dtype: str, dtype: torch.dtype) -> dict[str, int]:
+    """The bytes of one token's keys and values in all layers of a kind together, by the kind's name.  dtype: the model's."""
+    layout, found = cache_layout(config, kv_cache_dtype, dtype), dict[str, int]()
+    for layer in sorted(set(config.key_sources)):
+        kind = str(config.layer_kinds[layer])
+        found[kind] = found.get(kind, 0) + layout.layer_bytes(layer)
+    return found
+
+
 def kv_read_bytes(config: ModelConfig, kv_cache_dtype: str, dtype: torch.dtype, context: float) -> float:
     """Bytes that all layers read at least of a sequence of `context` tokens.  Layers that share keys and values each read them.
 
