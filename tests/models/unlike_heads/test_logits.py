@@ -19,8 +19,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "by size": ("mimo", dict(sliding_window_size=3, num_key_value_heads=2)),
     "unsaid turning": ("mimo", dict(rope_parameters=None, head_dim=24)),
     "all windowed": ("mimo", dict(layer_types=["sliding_attention"] * 4)),
-    "biased": ("gemma", dict(attention_bias=True, tie_word_embeddings=False, global_head_dim=16)),
+    "biased": ("gemma", dict(attention_bias=True, global_head_dim=16)),
     "unsaid kinds of Gemma": ("gemma", dict(layer_types=None, num_hidden_layers=8, rope_parameters=None, head_dim=12)),
+    "tied": ("gemma", dict(tie_word_embeddings=True)),
     "keys of their own": ("gemma", dict(attention_k_eq_v=False)),
     "all of it": (
         "gemma-mixture",

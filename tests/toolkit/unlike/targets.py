@@ -30,7 +30,7 @@ MIMO = dict(
 )  # fmt: skip
 GEMMA = dict(
     COMMON, num_hidden_layers=6, layer_types=["sliding_attention", "full_attention"] * 3, global_head_dim=24,
-    num_key_value_heads=4, hidden_size_per_layer_input=0, vocab_size_per_layer_input=40, tie_word_embeddings=True,
+    num_key_value_heads=4, hidden_size_per_layer_input=0, vocab_size_per_layer_input=40,
     rope_parameters={
         "full_attention": {"rope_type": "proportional", "rope_theta": 5e3, "partial_rotary_factor": 0.25},
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e2},
@@ -62,7 +62,9 @@ def unlike_model(name: str, seed: int | None = None, **changes: Any) -> PreTrain
     with torch.no_grad():
         corrections = [(n, b) for n, b in model.named_buffers() if n.endswith(("e_score_correction_bias", "layer_scalar"))]
         for part, weight in (*model.named_parameters(), *corrections):
-            weight.copy_(_weight_of(part, torch.randn(weight.shape, generator=generator)))
+            noise = _weight_of(part, torch.randn(weight.shape, generator=generator))
+            # Gemma multiplies embeddings by 6 here, beside which no layer would count.
+            weight.copy_(0.2 * noise if "embed_tokens" in part and name.startswith("gemma") else noise)
     return model
 
 
