@@ -12,6 +12,7 @@ import toolkit.unlike.targets  # noqa: F401 (and its targets)
 from toolkit.drafters import Substitute
 from toolkit.driver import Driver
 from toolkit.models import Zoo, ragged_prompts
+from toolkit.oracles.texts import hold_captured_text
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 
@@ -66,3 +67,15 @@ def _expect_long_paths(
     for out in outputs:
         assert out.token_ids == texts[tuple(out.prompt_token_ids)][: len(out.token_ids)]
     assert sum(out.stats.accepted for out in outputs) > sum(len(out.token_ids) for out in outputs) / 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("target", "shape", "page_size"),
+    [("gemma wide", (4, 4, 14), 5), ("gemma-small wide", (5, 8, 32), 16), ("gemma-mixture wide", (5, 1, 6), 1)]
+    + [("mimo wide", (4, 4, 14), 16)],
+    ids=str,
+)
+def test_captured_rounds_write_the_same(zoo: Zoo, target: str, shape: tuple[int, int, int], page_size: int) -> None:
+    """Keeps out: a table of one kind's positions, or a slot of one kind's width, that a graph holds from its capture."""
+    hold_captured_text(zoo, target, shape, page_size)

@@ -73,7 +73,9 @@ def _types(raw: dict[str, Any], layers: int, where: str) -> list[str]:
     if pattern is not None:
         said = _by_pattern(raw, "hybrid_layer_pattern", layers, where, (FULL_TYPE, WINDOWED))
         if types not in (None, said):
-            raise ValueError(f"{where}: layer_types must say what hybrid_layer_pattern says, got {types!r} and {pattern!r}"[:500])
+            raise ValueError(
+                f"{where}: layer_types must say what hybrid_layer_pattern says, got {types!r} and {pattern!r}"[:500]
+            )
         types = said
     if types is None:
         types = [FULL_TYPE if layer == 0 or layer % 6 == 5 else WINDOWED for layer in range(layers)]

@@ -25,7 +25,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "keys of their own": ("gemma", dict(attention_k_eq_v=False)),
     "all of it": (
         "gemma-mixture",
-        dict(num_kv_shared_layers=2, use_double_wide_mlp=True, hidden_size_per_layer_input=4, use_bidirectional_attention="vision"),
+        dict(
+            num_kv_shared_layers=2,
+            use_double_wide_mlp=True,
+            hidden_size_per_layer_input=4,
+            use_bidirectional_attention="vision",
+        ),
     ),
     "all full": ("mimo", dict(layer_types=["full_attention"] * 4)),
 }

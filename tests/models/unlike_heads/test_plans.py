@@ -47,7 +47,9 @@ def test_ranks_compute_the_whole_model(zoo: Zoo, name: str, size: int) -> None:
     folder = zoo.target(name)
     whole = load(folder)
     copies = {share_of(whole.config, Shard(0, size)).heads_of(layer).kv_copies for layer in range(whole.config.num_layers)}
-    assert misfit(whole.config, size) == "" and (len(copies) == 2 or name == "gemma-small" or (name, size) == ("gemma-mixture", 2))
+    assert misfit(whole.config, size) == "" and (
+        len(copies) == 2 or name == "gemma-small" or (name, size) == ("gemma-mixture", 2)
+    )
 
     def on_rank(group: ThreadGroup) -> Tensor:
         model = load(folder, Shard(group.rank, group.size))
