@@ -271,7 +271,11 @@ class Driver(Hooks):
         assert self.is_idle
         for cache in [self.cache(model) for model in models] or self.caches:
             for buffers in cache.buffers_of.values():
-                next(buffers[name] for name in ("scales", "kv", "latent") if name in buffers).fill_(value)
+                kinds = {name: name.partition(" ")[0] for name in buffers}  # a number follows where heads are unlike
+                kind = next(kind for kind in ("scales", "kv", "latent") if kind in kinds.values())
+                for name in buffers:
+                    if kinds[name] == kind:
+                        buffers[name].fill_(value)
 
     def poison_free_rows(self) -> None:
         """Fills every row's bonus token and hidden state with junk.  To be called only while nothing runs."""

@@ -117,8 +117,8 @@ def _kv_source(count: int, types: list[str], where: str) -> tuple[int, ...]:
     missing = set(types) - set(types[: max(0, first)])
     if count and missing:
         raise ValueError(
-            f"{where}: num_kv_shared_layers must leave a layer of each type that stores its own keys and values, got {count} of "
-            f"{len(types)} layers, which leave no {' and no '.join(sorted(missing))}"
+            f"{where}: num_kv_shared_layers must leave a layer of each type that stores its own keys and values, got {count} "
+            f"of {len(types)} layers, which leave no {' and no '.join(sorted(missing))}"
         )
     own = range(first)
     return tuple(layer if layer < first else max(i for i in own if types[i] == types[layer]) for layer in range(len(types)))
@@ -155,8 +155,8 @@ def _by_layer(raw: dict[str, Any], types: list[str], where: str) -> dict[str, An
     is_sound = isinstance(sizes, dict) and set(sizes) <= set(_BY_LAYER) and all(each == sizes for each in said.values())
     if not is_sound or set(said) != (full if said else set()):
         raise NotComputedHere(
-            f"{where}: per_layer_config must hold the same head_dim and num_key_value_heads of all full layers, and of no other, "
-            f"got {said!r}"[:500]
+            f"{where}: per_layer_config must hold the same head_dim and num_key_value_heads of all full layers, and of no "
+            f"other, got {said!r}"[:500]
         )
     for key, other in _BY_LAYER.items():
         if raw.get(other) is not None and raw[other] != sizes.get(key, raw.get(key)):

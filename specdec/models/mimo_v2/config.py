@@ -113,8 +113,8 @@ def _window(raw: dict[str, Any], where: str) -> int:
         size = whole(raw, "sliding_window_size", where)
         if whole(raw, "sliding_window", where, size) not in (size, size + 1):
             raise ValueError(
-                f"{where}: sliding_window must be sliding_window_size {size}, or one more, got {raw['sliding_window']}; nearest "
-                "thing that works: sliding_window_size alone"
+                f"{where}: sliding_window must be sliding_window_size {size}, or one more, got {raw['sliding_window']}; "
+                "nearest thing that works: sliding_window_size alone"
             )
         window = size + 1
     expect_repeated(raw, "attention_chunk_size", window - (raw.get("sliding_window_size") is not None), "the window", where)
