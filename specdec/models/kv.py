@@ -23,7 +23,7 @@ from specdec.attention.caches.layout import CacheLayout, UnlikeLayout
 from specdec.attention.caches.mla_cache import LatentLayout
 from specdec.attention.caches.quant_cache import QuantLayout
 from specdec.attention.caches.sparse_cache import LatentFormat, SparseLatentLayout
-from specdec.attention.caches.split_cache import SplitLayout
+from specdec.attention.caches.split_cache import QuantSplitLayout, SplitLayout
 from specdec.models.checkpoints.kv_scales import kv_scales
 from specdec.models.config import HeadSizes, ModelConfig
 
@@ -53,7 +53,9 @@ def cache_layout(
         K, D = heads.num_kv_heads, heads.head_dim
         if kv_cache_dtype in ("auto", FP8_LATENTS):
             return SplitLayout(K, D, heads.value_width, dtype) if heads.value_width else HeadsLayout(K, D, dtype)
-        assert not heads.value_width, "the capability table refuses 8-bit caches for such models"
+        if heads.value_width:
+            assert kv_cache_dtype != INT8_KEYS, "the capability table refuses it for such models"
+            return QuantSplitLayout(kv_cache_dtype, K, D, heads.value_width, device, scales, int8_queries)
         if kv_cache_dtype == INT8_KEYS:
             return Int8KeysLayout(K, D, dtype, int8_queries)
         return QuantLayout(kv_cache_dtype, K, D, device, scales, int8_queries)

@@ -67,7 +67,7 @@ class Relu2:
 
 @dataclass(frozen=True)
 class GeGLU:
-    """How an expert's gate multiplies its up projection: gelu(gate) * up, with tanh in GELU.  No kernel of experts computes it."""
+    """How an expert's gate multiplies its up projection: gelu(gate) * up, by tanh.  No kernel of experts computes it."""
 
     def __call__(self, gate_up: Tensor) -> Tensor:
         """[.., F] of [.., 2F]: the first half is the gate's."""

@@ -20,7 +20,11 @@ from toolkit.pages import ring_passes_take
 from toolkit.unlike.targets import save_unlike
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
+from specdec.attention.caches.kv_cache import KVCache
 from specdec.attention.caches.layout import UnlikeLayout
+from specdec.attention.caches.quant_cache import QuantLayout
+from specdec.attention.caches.split_cache import QuantSplitLayout
+from specdec.attention.kinds import FULL
 from specdec.models.config import HeadSizes, ModelConfig
 from specdec.models.kv import cache_layout
 from specdec.models.registry import choose_target
@@ -60,7 +64,15 @@ def test_texts_after_shared_prefixes(zoo: Zoo, target: str) -> None:
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize(
-    ("target", "kept"), [("gemma", "int8"), ("gemma", "fp8"), ("gemma-small", "int8_keys"), ("gemma-mixture", "fp8")]
+    ("target", "kept"),
+    [
+        ("mimo", "int8"),
+        ("gemma", "int8"),
+        ("mimo", "fp8"),
+        ("gemma", "fp8"),
+        ("gemma-small", "int8_keys"),
+        ("gemma-mixture", "fp8"),
+    ],
 )
 def test_8_bits(zoo: Zoo, target: str, kept: str) -> None:
     """Texts with drafts and without are the same, and what `verify` finds exact: each layer reads its own scales."""
@@ -70,6 +82,24 @@ def test_8_bits(zoo: Zoo, target: str, kept: str) -> None:
     assert [out.token_ids for out in drafted] == [out.token_ids for out in plain]
     found = decoder.verify(PROMPTS, sampling)
     assert found.passed and found.count("EXACT") == len(PROMPTS)
+
+
+@pytest.mark.parametrize("kept", ["fp8", "int8"])
+def test_narrow_values_in_8_bits_are_those_of_whole_heads(kept: str) -> None:
+    """A key and a value are rounded as in a cache of heads of their own width.  Keeps out: scales of values for keys."""
+    N, K, D, E = 7, 3, 16, 10
+    generator = torch.Generator().manual_seed(0)
+    k, v = torch.randn(N, K, D, generator=generator), 9 * torch.randn(N, K, E, generator=generator)
+    cache, slots = KVCache(QuantSplitLayout(kept, K, D, E), (FULL,), 9), torch.tensor([8, 0, 3, 2, 5, 7, 1])
+    cache.view(0).write_heads(slots, k, v)  # type: ignore[attr-defined]
+    found = cache.view(0).read(slots, torch.float32)
+    for at, (x, got) in enumerate(zip((k, v), found, strict=True)):
+        whole = KVCache(QuantLayout(kept, K, x.shape[2]), (FULL,), 9).view(0)
+        whole.write(slots, torch.stack((x, x), dim=1))  # type: ignore[attr-defined]
+        assert torch.equal(got, whole.read(slots, torch.float32)[at]) and not torch.equal(got, x)
+    rows = torch.cat((k.flatten(1), v.flatten(1)), dim=1)
+    read = torch.cat([x.flatten(1) for x in found], dim=1)
+    assert torch.equal(cache.view(0).as_stored(rows), read)  # type: ignore[attr-defined]
 
 
 def layouts(seed: int) -> dict[str, Any]:
@@ -112,7 +142,7 @@ def test_any_heads(tmp_path: Path, seed: int) -> None:
 
 
 def test_layers_of_equal_heads_share_a_buffer(zoo: Zoo) -> None:
-    """Keeps out: a buffer for each layer, whose moves would take a launch each; two formats where kinds differ in rope alone."""
+    """Keeps out: a buffer for each layer, whose moves take a launch each; two formats where kinds differ in rope alone."""
     config = choose_target(zoo.target("gemma")).config
     layout = cache_layout(config, "auto", torch.float32)
     assert isinstance(layout, UnlikeLayout)
