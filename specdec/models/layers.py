@@ -150,8 +150,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, device: torch.device) -
         return yarn_frequencies(rope, head_dim, device)
     inv_freq = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).float() / head_dim)
     if rope.kind == PROPORTIONAL:
-        turned = int(rope.share * head_dim // 2)
-        return torch.cat((inv_freq[:turned] / rope.factor, inv_freq.new_zeros(head_dim // 2 - turned)))
+        pairs = int(rope.share * head_dim // 2)
+        return torch.cat((inv_freq[:pairs] / rope.factor, inv_freq.new_zeros(head_dim // 2 - pairs)))
     if rope.kind == "linear":
         return inv_freq / rope.factor
     if rope.kind == "default":

@@ -25,7 +25,7 @@ from specdec.runner.phase_clock import PhaseClock
 from specdec.steps import ForceAcceptance
 from toolkit.drafters import Script
 from toolkit.inside.hooks import Hooks
-from toolkit.pages import check_books
+from toolkit.pages import check_books, fill_numbers
 
 Model = Literal["target", "draft"]
 Decode = Callable[[Sequence[int]], str]
@@ -271,11 +271,7 @@ class Driver(Hooks):
         assert self.is_idle
         for cache in [self.cache(model) for model in models] or self.caches:
             for buffers in cache.buffers_of.values():
-                kinds = {name: name.partition(" ")[0] for name in buffers}  # a number follows where heads are unlike
-                kind = next(kind for kind in ("scales", "kv", "latent") if kind in kinds.values())
-                for name in buffers:
-                    if kinds[name] == kind:
-                        buffers[name].fill_(value)
+                fill_numbers(buffers, value)
 
     def poison_free_rows(self) -> None:
         """Fills every row's bonus token and hidden state with junk.  To be called only while nothing runs."""

@@ -151,7 +151,7 @@ def _by_layer(raw: dict[str, Any], types: list[str], where: str) -> dict[str, An
     """
     said = mapping(raw, "per_layer_config", where)
     full = {str(layer) for layer, kind in enumerate(types) if kind == FULL_TYPE}
-    sizes = next(iter(said.values()), {})
+    sizes: Any = next(iter(said.values()), {})
     is_sound = isinstance(sizes, dict) and set(sizes) <= set(_BY_LAYER) and all(each == sizes for each in said.values())
     if not is_sound or set(said) != (full if said else set()):
         raise NotComputedHere(
@@ -161,7 +161,7 @@ def _by_layer(raw: dict[str, Any], types: list[str], where: str) -> dict[str, An
     for key, other in _BY_LAYER.items():
         if raw.get(other) is not None and raw[other] != sizes.get(key, raw.get(key)):
             raise ValueError(f"{where}: {other} must be {sizes.get(key)}, as in per_layer_config, or absent, got {raw[other]}")
-    return sizes
+    return dict(sizes)
 
 
 def _rope(ropes: dict[str, Any], kind: str, where: str) -> RopeConfig:

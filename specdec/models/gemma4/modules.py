@@ -210,7 +210,7 @@ class GemmaLM(CausalLM):
 
 def rounded(factor: float, dtype: torch.dtype) -> float:
     """The number that the dtype has for it: Gemma multiplies embeddings with that."""
-    return float(torch.tensor(factor, dtype=dtype))
+    return float(torch.tensor(factor, dtype=dtype, device="cpu"))
 
 
 def gemma_layer(config: GemmaConfig, index: int) -> GemmaLayer:

@@ -7,6 +7,8 @@ Shapes: T tokens, R rows asked for, H hidden size, Q query heads, K key/value he
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
@@ -57,4 +59,4 @@ class SplitAttention(SelfAttention):
 
 def mimo_layer(config: MiMoConfig, index: int) -> PreNormLayer:
     """A decoder layer with the heads of its kind."""
-    return PreNormLayer(config, SplitAttention(config.with_heads_of(index)), mlp_of(config, index))
+    return PreNormLayer(config, SplitAttention(cast(MiMoConfig, config.with_heads_of(index))), mlp_of(config, index))
