@@ -83,7 +83,7 @@ def faults(c: Capability, n: AttentionNeeds) -> Iterator[Fault]:
         takes, got = (" + ".join(map(str, dims)) for dims in (c.latents, n.latents))
         yield Fault(f"reads latents of {takes} numbers, got {got}")
     missing = n.asked - c.features
-    yield from _split_faults(n, missing)  # before int8 queries, which its nearest setting switches off too
+    yield from _split_faults(c, n, missing)  # before int8 queries, which its nearest setting switches off too
     yield from _query_faults(n, missing)
     yield from _deterministic_faults(n, missing)
     for feature in Feature:
@@ -107,14 +107,16 @@ def _machine_faults(c: Capability, n: AttentionNeeds) -> Iterator[Fault]:
             yield Fault(f"needs {package} {wanted} or later, got {found}")
 
 
-def _split_faults(n: AttentionNeeds, missing: frozenset[Feature]) -> Iterator[Fault]:
+def _split_faults(c: Capability, n: AttentionNeeds, missing: frozenset[Feature]) -> Iterator[Fault]:
     """How values that are not as wide as their keys can't be kept."""
     kept = n.kv_cache_dtype
     if not n.value_dims or kept == "auto" or missing & {Feature.SPLIT_HEADS, Feature.DIFFERENTIAL}:
         return
     if Feature.SPLIT_HEADS in n.asked:
-        problem = f"reads values that are not as wide as their keys in the model's own dtype, got kv_cache_dtype={kept!r}"
-        yield Fault(problem, *_kept_as(n, "auto"))
+        own = " or as ".join(("the model's own dtype", *c.split_kv_cache_dtypes[1:]))
+        problem = f"reads values that are not as wide as their keys in {own}, got kv_cache_dtype={kept!r}"
+        if kept not in c.split_kv_cache_dtypes:
+            yield Fault(problem, *_kept_as(n, "auto"))
     elif kept not in KV_CACHE_DTYPES:  # a pair's two keys must lie side by side
         own = f"the model's own dtype or as {' or '.join(KV_CACHE_DTYPES)}"
         yield Fault(f"reads differential attention in {own}, got kv_cache_dtype={kept!r}", *_kept_as(n, "int8"))

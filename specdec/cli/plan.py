@@ -104,6 +104,8 @@ def _show(plans: dict[str, MemoryPlan], is_one: bool) -> None:
         out.print(f"experts: {plan.experts}")
     names = ("target", "draft head")
     out.print("a token's keys and values: " + ", ".join(f"{n} {b:,} bytes" for n, b in zip(names, plan.kv_token)))
+    if len(plan.kv_kinds) > 1:
+        out.print("of the target's, by kind of layer: " + ", ".join(f"{kind} {b:,}" for kind, b in plan.kv_kinds.items()))
     if not is_one:
         _show_usual(plans, out)
         return

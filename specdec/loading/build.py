@@ -208,9 +208,9 @@ def doubling_context(config: ModelConfig) -> float:
 
     A token's matrix products take two operations for each weight.  Layers that cost the same at every position don't count.
     """
-    H, heads_D = config.hidden_size, config.num_heads * config.head_dim
-    kv_D = config.num_kv_heads * config.head_dim
-    products = 2.0 * config.num_layers * (H * (2 * heads_D + 2 * kv_D) + 3 * H * config.width_of_mlp)
+    H, layers = config.hidden_size, map(config.heads_of, range(config.num_layers))
+    heads_D = sum((each.num_heads + each.num_kv_heads) * (each.head_dim + each.value_dim) for each in layers)
+    products = 2.0 * H * (heads_D + 3 * config.num_layers * config.width_of_mlp)
     growing = config.key_operations
     return math.inf if not growing else devices.ATTENTION_EFFICIENCY * products / growing
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from specdec.attention.inputs import AttentionFn, HeadInputs, QueryInputs
 from specdec.attention.kinds import PLAIN, Scoring
-from specdec.models.config import NO_ROPE, ModelConfig, RopeConfig
+from specdec.models.config import NO_ROPE, PROPORTIONAL, ModelConfig, RopeConfig
 from specdec.models.linear import Linear
 from specdec.models.making import made_now, new_weight
 from specdec.models.yarn import YarnRope, yarn_frequencies
@@ -127,8 +127,10 @@ def projection(config: ModelConfig, in_features: int, num_kv_heads: int, query_r
 
     query_rows: rows of q_proj for each value of a query.
     """
-    heads = {"q_proj": query_rows * config.num_heads, "k_proj": num_kv_heads, "v_proj": num_kv_heads}
-    parts = {name: count * config.head_dim for name, count in heads.items() if count}
+    sizes = config.heads
+    rows = {"q_proj": query_rows * sizes.num_heads * sizes.head_dim, "k_proj": num_kv_heads * sizes.head_dim}
+    rows["v_proj"] = 0 if sizes.values_are_keys else num_kv_heads * sizes.value_dim
+    parts = {name: count for name, count in rows.items() if count}
     copies = {"k_proj": config.kv_copies, "v_proj": config.kv_copies}
     return Linear.column(in_features, parts, config.shard, config.qkv_bias, copies)
 
@@ -147,6 +149,9 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, device: torch.device) -
     if isinstance(rope, YarnRope):
         return yarn_frequencies(rope, head_dim, device)
     inv_freq = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).float() / head_dim)
+    if rope.kind == PROPORTIONAL:
+        pairs = int(rope.share * head_dim // 2)
+        return torch.cat((inv_freq[:pairs] / rope.factor, inv_freq.new_zeros(head_dim // 2 - pairs)))
     if rope.kind == "linear":
         return inv_freq / rope.factor
     if rope.kind == "default":
@@ -186,6 +191,7 @@ class Rotary(nn.Module):
 class SelfAttention(nn.Module):
     """Self-attention: one projection to queries, keys and values, then attention, then the output projection.
 
+    config: that of the layer, in which its heads are those of all layers (`ModelConfig.with_heads_of`).
     in_features: width of the input; EAGLE-3 heads read two hidden states side by side.
     shares_kv: whether the layer reads the keys and values of an earlier layer.  It then projects queries only, and has no kv
         heads of its own (num_kv_heads is 0).
@@ -199,8 +205,9 @@ class SelfAttention(nn.Module):
         self.shares_kv = shares_kv
         self.num_heads, self.num_kv_heads = config.num_heads, 0 if shares_kv else config.num_kv_heads
         self.head_dim, self.rope = config.head_dim, config.rope
+        self._scoring = PLAIN if config.attention_scale is None else Scoring(scale=config.attention_scale)
         self.qkv_proj = projection(config, in_features, self.num_kv_heads, self.query_rows)
-        self.o_proj = Linear.row(self.num_heads * self.head_dim, config.hidden_size, config.shard, config.o_bias)
+        self.o_proj = Linear.row(self.num_heads * config.heads.value_dim, config.hidden_size, config.shard, config.o_bias)
         self.qk_norm = HeadsRMSNorm(config, self.num_heads + self.num_kv_heads) if config.qk_norm else None
         self.kv_scale_2K: Tensor | None = None  # scales of fp8 keys and values, if the checkpoint has any; caches read them
 
@@ -222,7 +229,7 @@ class SelfAttention(nn.Module):
     @property
     def scoring(self) -> Scoring:
         """How products of queries and keys become weights; families with another way override this."""
-        return PLAIN
+        return self._scoring
 
 
 class MLP(nn.Module):

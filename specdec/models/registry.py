@@ -51,6 +51,8 @@ FOLDERS = {
     "nemotron_h": ("nemotron_h",),
     "olmo_hybrid": ("olmo_hybrid",),
     "kimi_linear": ("kimi_linear",),
+    "mimo_v2": ("mimo_v2_flash",),
+    "gemma4": ("gemma4_text",),
 }
 NATIVE = (*(name for types in FOLDERS.values() for name in types), *MIXTURES)
 

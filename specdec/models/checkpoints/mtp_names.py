@@ -29,6 +29,8 @@ def mtp_prefixes(config: ModelConfig) -> tuple[str, ...]:
     """How the names of all tensors of its MTP layers begin, layer after layer; none if it has no such layers."""
     if (prefix := _OF_ALL_LAYERS.get(config.family)) is not None:
         return (prefix,) if config.mtp_layers else ()
+    if config.family == "mimo_v2_flash":  # whose config may not count them
+        return ("model.mtp.",)
     own = _OWN_PREFIXES.get(config.family)
     numbers = range(config.mtp_layers)
     if own is None:

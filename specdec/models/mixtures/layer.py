@@ -21,7 +21,7 @@ from specdec.models.mixtures.products import SharedMLP, mixture
 from specdec.models.mixtures.router import Router
 from specdec.models.mixtures.rules import ExpertsConfig
 from specdec.ops.operator import is_traced
-from specdec.ops.products.experts import Form, SwiGLU
+from specdec.ops.products.experts import Form, Relu2
 from specdec.ops.products.own_pairs import Kept
 from specdec.ops.products.partials import Partials
 from specdec.parallel.shard import WHOLE
@@ -43,7 +43,7 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         held, F = experts.held, experts.intermediate_size
         wide, H = config.hidden_size, experts.latent_size or config.hidden_size
-        gated = isinstance(experts.gate, SwiGLU)
+        gated = not isinstance(experts.gate, Relu2)
         self.experts, self.within = experts, WHOLE if experts.divided else config.shard
         self.is_alone = config.shard.size == 1
         self.router = Router(wide, experts)
@@ -59,11 +59,13 @@ class MixtureOfExperts(nn.Module):
             own = replace(config, intermediate_size=experts.shared_size)
             self.shared = MLP(own) if gated else ReluMLP(own, experts.shared_size)
 
-    def forward(self, x_TH: Tensor, partials: bool = False) -> Tensor | Partials:
-        """partials: as of MLP.  Ranks that share the layer get sums."""
+    def forward(self, x_TH: Tensor, partials: bool = False, routed_TH: Tensor | None = None) -> Tensor | Partials:
+        """partials: as of MLP.  Ranks that share the layer get sums.  routed_TH: what the router reads; None: x."""
         live, experts = None if is_traced(x_TH) else live_now(), self.experts
         skips = experts.own is not None or live is not None
-        topk_weights_TK, topk_ids_TK, shared_T1 = self.router(x_TH, Kept(experts.held, live) if skips else None)
+        topk_weights_TK, topk_ids_TK, shared_T1 = self.router(
+            x_TH if routed_TH is None else routed_TH, Kept(experts.held, live) if skips else None
+        )
         if self.watch is not None:
             self.watch(topk_ids_TK)
         stacks, numerics = (self.gate_up_proj, self.down_proj), self.router.numerics

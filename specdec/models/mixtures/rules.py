@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specdec.ops.products.experts import Relu2, SwiGLU
+from specdec.ops.products.experts import GeGLU, Relu2, SwiGLU
 from specdec.ops.products.routing import RouterRule
 
 
@@ -30,7 +30,7 @@ class ExpertsConfig:
     count: int
     intermediate_size: int
     router: RouterRule
-    gate: SwiGLU | Relu2 = SwiGLU()
+    gate: SwiGLU | GeGLU | Relu2 = SwiGLU()
     biased: bool = False
     kept_float32: bool = False
     shared_size: int = 0

@@ -65,6 +65,16 @@ class Relu2:
         return F.relu(up).square()
 
 
+@dataclass(frozen=True)
+class GeGLU:
+    """How an expert's gate multiplies its up projection: gelu(gate) * up, by tanh.  No kernel of experts computes it."""
+
+    def __call__(self, gate_up: Tensor) -> Tensor:
+        """[.., F] of [.., 2F]: the first half is the gate's."""
+        gate, up = gate_up.chunk(2, -1)
+        return F.gelu(gate, approximate="tanh") * up
+
+
 class Form(NamedTuple):
     """What experts compute besides their products.  Biases: [E, rows of the projection].
 
@@ -73,7 +83,7 @@ class Form(NamedTuple):
     outputs is never written.
     """
 
-    gate: SwiGLU | Relu2 = SwiGLU()
+    gate: SwiGLU | GeGLU | Relu2 = SwiGLU()
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
     skips: bool = False

@@ -50,7 +50,8 @@ def test_every_family_is_described_as_transformers_has_it(
     assert [shown[key] for key in ("layers", "hidden_size", "vocab_size")] == [
         config.num_hidden_layers, config.hidden_size, config.vocab_size,
     ]  # fmt: skip
-    assert shown["heads, kv heads, head_dim"][0] == config.num_attention_heads
+    heads = shown["heads, kv heads, head_dim"]  # by kind of layer where these have unlike heads
+    assert (heads if isinstance(heads, list) else next(iter(heads.values())))[0] == config.num_attention_heads
     assert shown["embeddings"].startswith("tied" if config.tie_word_embeddings else "apart")
     assert shown["context"].startswith(f"{config.max_position_embeddings} ") or name == "phi3-longrope"
     assert ("experts" in shown) == any(getattr(config, key, 0) for key in ("num_local_experts", "num_experts"))
