@@ -21,6 +21,7 @@ from specdec.models.linear import Linear
 from specdec.models.making import made_now, new_weight
 from specdec.models.yarn import YarnRope, yarn_frequencies
 from specdec.ops.norm import add_rms_norm, embed_rms_norm, rms_norm
+from specdec.ops.products.dense import relu2
 from specdec.ops.products.partials import Partials, added_up
 from specdec.ops.rope import HeadPrep, Rotation, rotary_table
 from specdec.parallel.group import ALONE, Group
@@ -249,4 +250,4 @@ class ReluMLP(nn.Module):
 
     def forward(self, x: Tensor, partials: bool = False) -> Tensor | Partials:
         """partials: as of MLP."""
-        return self.down_proj(F.relu(self.up_proj(x)).square(), partials=partials)
+        return self.down_proj(relu2(added_up(self.up_proj(x))), partials=partials)

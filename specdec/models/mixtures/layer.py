@@ -21,7 +21,7 @@ from specdec.models.mixtures.products import SharedMLP, mixture
 from specdec.models.mixtures.router import Router
 from specdec.models.mixtures.rules import ExpertsConfig
 from specdec.ops.operator import is_traced
-from specdec.ops.products.experts import Form, SwiGLU
+from specdec.ops.products.experts import Form, inputs_of
 from specdec.ops.products.own_pairs import Kept
 from specdec.ops.products.partials import Partials
 from specdec.parallel.shard import WHOLE
@@ -43,7 +43,7 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         held, F = experts.held, experts.intermediate_size
         wide, H = config.hidden_size, experts.latent_size or config.hidden_size
-        gated = isinstance(experts.gate, SwiGLU)
+        gated = inputs_of(experts.activation) == 2
         self.experts, self.within = experts, WHOLE if experts.divided else config.shard
         self.is_alone = config.shard.size == 1
         self.router = Router(wide, experts)
@@ -67,7 +67,7 @@ class MixtureOfExperts(nn.Module):
         if self.watch is not None:
             self.watch(topk_ids_TK)
         stacks, numerics = (self.gate_up_proj, self.down_proj), self.router.numerics
-        form = Form(experts.gate, self.gate_up_bias_EG, self.down_bias_EH, skips)
+        form = Form(experts.activation, self.gate_up_bias_EG, self.down_bias_EH, skips)
         shared = None if self.shared is None else SharedMLP(self.shared, shared_T1)
         partials = partials and self.is_alone
         if self.to_latents is None or self.from_latents is None:

@@ -58,7 +58,7 @@ def test_experts_equal_the_definition(T: int, K: int, form: Form) -> None:
     topk_weights_TK, topk_ids_TK = choice(T, 5, K)
     biases = [None if bias is None else bias.double() for bias in (form.gate_up_bias, form.down_bias)]
     wide = x.double(), topk_weights_TK.double(), topk_ids_TK, gate_up.double(), down.double()
-    want = masked_experts(*wide, Form(form.gate, *biases))
+    want = masked_experts(*wide, Form(form.activation, *biases))
     with torch.inference_mode():
         got = ordered_experts(x, topk_weights_TK, topk_ids_TK, gate_up, down, form, SMALL)
     assert got.dtype == DTYPE and (got.double() - want).norm() < 6e-3 * want.norm()
