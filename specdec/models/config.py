@@ -182,6 +182,11 @@ class ModelConfig:
         assert self.recurrent is not None or not self.recurrent_layers, self.layer_kinds
 
     @property
+    def logits_scale(self) -> float:
+        """What a product with the language-model head is multiplied with, to be logits."""
+        return self.logits_multiplier / self.logits_divisor
+
+    @property
     def recurrent_layers(self) -> tuple[int, ...]:
         """The numbers of the layers that keep a state by row."""
         return tuple(layer for layer, kind in enumerate(self.layer_kinds) if kind.recurrent)
