@@ -91,14 +91,14 @@ def partials_with_tiles(x_MK: Tensor, weight_NK: Tensor, tiles: ProductTiles) ->
     return Partials(_launch(x_MK, weight_NK, None, False, tiles, partials=True), x_MK.dtype)
 
 
-def silu_mul(gate_up_M2F: Tensor) -> Tensor:
-    """silu(gate) * up: [..., F].  gate and up are the two halves of the last dim."""
+def silu_mul(gate_up_M2F: Tensor, times: float = 1.0) -> Tensor:
+    """silu(times * gate) * up: [..., F].  gate and up are the two halves of the last dim."""
     if use_kernels(gate_up_M2F) and gate_up_M2F.dim() == 2 and gate_up_M2F.stride(1) == 1:
         from specdec.ops.products.kernels.dense.stream_triton import launch_activation
 
-        return launch_activation(gate_up_M2F, "swiglu")
+        return launch_activation(gate_up_M2F, "swiglu", times)
     gate, up = gate_up_M2F.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return F.silu(gate if times == 1 else gate * times) * up
 
 
 def relu2(x: Tensor) -> Tensor:

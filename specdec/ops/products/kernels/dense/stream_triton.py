@@ -157,7 +157,9 @@ def store_product(
 def activation_kernel(
     x,  # [M, 2 * F]: gate and up, if ACTIVATION is "swiglu", or [M, F]
     out,  # [M, F]
-    stride, blocks, F, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    stride, blocks, F,
+    times,  # what gates are multiplied with
+    ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -168,7 +170,8 @@ def activation_kernel(
     first_F = tl.load(x + row * stride + f, mask=ok, other=0.0).to(tl.float32)
     if ACTIVATION == "swiglu":
         up_F = tl.load(x + row * stride + F + f, mask=ok, other=0.0).to(tl.float32)
-        out_F = first_F / (1 + tl.exp(-first_F)) * up_F
+        gate_F = first_F * times
+        out_F = gate_F / (1 + tl.exp(-gate_F)) * up_F
     else:
         out_F = relu2(first_F)
     tl.store(out + row * F + f, out_F.to(out.dtype.element_ty), mask=ok)
@@ -203,8 +206,8 @@ def launch_linear(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, gated:
     return y_MN
 
 
-def launch_activation(x: Tensor, activation: Literal["swiglu", "relu2"]) -> Tensor:
-    """silu(gate) * up of [M, 2F], or relu(x)^2 of [M, F]: [M, F]."""
+def launch_activation(x: Tensor, activation: Literal["swiglu", "relu2"], times: float = 1.0) -> Tensor:
+    """silu(times * gate) * up of [M, 2F], or relu(x)^2 of [M, F]: [M, F]."""
     M, F = x.shape[0], x.shape[1] // 2 if activation == "swiglu" else x.shape[1]
     assert x.stride(1) == 1
     out_MF = x.new_empty(M, F)
@@ -212,7 +215,7 @@ def launch_activation(x: Tensor, activation: Literal["swiglu", "relu2"]) -> Tens
     blocks = triton.cdiv(F, block)
     if M:
         activation_kernel[(M * blocks,)](
-            x, out_MF, x.stride(0), blocks, F, ACTIVATION=activation, BLOCK=block, num_warps=8, **chained(out_MF.device)
+            x, out_MF, x.stride(0), blocks, F, times, ACTIVATION=activation, BLOCK=block, num_warps=8, **chained(out_MF.device)
         )
     return out_MF
 
