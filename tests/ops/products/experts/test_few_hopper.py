@@ -120,7 +120,9 @@ def test_a_token_does_not_depend_on_nan_beside_it() -> None:
 
 @pytest.mark.gpu
 @needs_hopper
-@pytest.mark.parametrize(("name", "sizes"), [("int4", QWEN), ("mxfp4", GPT_OSS)])
+@pytest.mark.parametrize(
+    ("name", "sizes"), [("int4", QWEN), ("mxfp4", GPT_OSS), ("int4 relu2", NEMOTRON), ("mxfp4 relu2", NEMOTRON)]
+)
 def test_published_sizes_and_replays(name: str, sizes: tuple[int, int, int, int]) -> None:
     """Keeps out: an offset that overflows 32 bits, tiles that do not cover all rows, experts that a graph reads of the captured
     pass, a first kernel that the second one does not wait for, and sums that are not the same each time.
