@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specdec.attention.inputs import AttentionFn
-from specdec.attention.kinds import Scoring
+from specdec.attention.kinds import PLAIN, Scoring
 from specdec.models.causal_lm import TargetLayer
 from specdec.models.falcon_h1.config import FalconConfig
 from specdec.models.layers import MLP, RMSNorm, SelfAttention
@@ -27,15 +27,15 @@ from specdec.ops.rows import select_rows
 
 
 class FalconAttention(SelfAttention):
-    """SelfAttention whose keys are multiplied: the products with queries are, all by one number."""
+    """SelfAttention whose keys are multiplied: the products with queries are, all by one number, and no cache holds it."""
 
     def __init__(self, config: FalconConfig) -> None:
         super().__init__(config, config.hidden_size)
-        self.scale = config.multipliers.key * config.head_dim**-0.5
+        self.key_multiplier = config.multipliers.key
 
     @property
     def scoring(self) -> Scoring:
-        return Scoring(scale=self.scale)
+        return PLAIN if self.key_multiplier == 1 else Scoring(scale=self.key_multiplier * self.head_dim**-0.5)
 
 
 class FalconMamba(Mamba2):
