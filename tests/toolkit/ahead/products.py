@@ -9,7 +9,7 @@ import torch
 
 from specdec.models.mixtures.products import placed_experts
 from specdec.ops.launch import has_pdl
-from specdec.ops.norm import add_rms_norm, norm_parts, pair_rms_norm, part_squares, rms_norm
+from specdec.ops.norm import add_normed, add_rms_norm, norm_parts, pair_rms_norm, part_squares, rms_norm
 from specdec.ops.products.dense import DenseWeight, gated_linear, linear, relu2, silu_mul
 from specdec.ops.products.experts import (
     DenseExperts,
@@ -32,6 +32,7 @@ from specdec.ops.products.gpus import match_of
 from specdec.ops.products.lossless import LosslessWeight
 from specdec.ops.products.numerics import FAST, INVARIANT
 from specdec.ops.products.own_pairs import LiveRows, own_pairs
+from specdec.ops.products.partials import TwoProducts, multiplied
 from specdec.ops.products.quantised import QuantisedWeight
 from specdec.ops.products.routing import RouterRule, RouterWeights, routed
 from specdec.ops.products.stacked import each_linear, experts_linear, weighted_sum
@@ -186,6 +187,9 @@ def norms_and_rows() -> None:
             norm_parts(qkv, parts, 1e-5)
             norm_parts(qkv, parts, 1e-5, part_squares(qkv, (H, H // 4)), 2)
             add_rms_norm(x, delta, weight, 1e-5)
+            add_rms_norm(x, TwoProducts(multiplied(delta, 0.5), delta), weight, 1e-5)
+            add_normed(x, delta, weight, 1e-5)
+            add_normed(x, multiplied(delta, 0.5), None)
             pair_rms_norm(ids(T), halves(VOCABULARY, H), weight, x, weight, 1e-5)
     take_rows(halves(8, 60, HIDDEN), ids(8, 6))
     take_run(halves(8, 60, HIDDEN), ids(8), 4)
