@@ -258,6 +258,11 @@ class ModelConfig:
         return tuple(layer for layer, kind in enumerate(self.layer_kinds) if kind.attends)
 
     @property
+    def logits_scale(self) -> float:
+        """What a product with the language-model head is multiplied with, to be logits."""
+        return self.logits_multiplier / self.logits_divisor
+
+    @property
     def recurrent_layers(self) -> tuple[int, ...]:
         """The numbers of the layers that keep a state by row."""
         return tuple(layer for layer, kind in enumerate(self.layer_kinds) if kind.recurrent)

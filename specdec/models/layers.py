@@ -20,8 +20,9 @@ from specdec.models.config import NO_ROPE, PROPORTIONAL, ModelConfig, RopeConfig
 from specdec.models.linear import Linear
 from specdec.models.making import made_now, new_weight
 from specdec.models.yarn import YarnRope, yarn_frequencies
-from specdec.ops.norm import add_rms_norm, embed_rms_norm, rms_norm
-from specdec.ops.products.partials import Partials, added_up
+from specdec.ops.norm import add_normed, add_rms_norm, embed_rms_norm, rms_norm
+from specdec.ops.products.dense import relu2
+from specdec.ops.products.partials import Delta, Partials, added_up
 from specdec.ops.rope import HeadPrep, Rotation, rotary_table
 from specdec.parallel.group import ALONE, Group
 
@@ -57,17 +58,27 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
     def add(
-        self, x_TH: Tensor, delta_TH: Tensor | Partials, out_TH: Tensor | None = None, below_CH: Tensor | None = None
+        self, x_TH: Tensor, delta_TH: Delta | None, out_TH: Tensor | None = None, below_CH: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """The pair (x + delta, the norm of x + delta), each [T, H], from one kernel launch.
 
-        delta: this rank's partial sum of what the layer before computed.
+        delta: this rank's partial sum of what the layer before computed; None: that is in x already, on all ranks.
         out_TH: memory for the sum.  below_CH: rows that follow the normed ones, so that the second result is [T + C, H].
         """
-        if isinstance(delta_TH, Partials):
-            assert self.group.size == 1, "ranks exchange sums"
+        if delta_TH is None:
+            assert below_CH is None
+            return x_TH if out_TH is None else out_TH.copy_(x_TH), self(x_TH)
+        if self.group.size > 1:  # ranks exchange products
+            delta_TH = added_up(delta_TH)
+        if not isinstance(delta_TH, Tensor):
             return add_rms_norm(x_TH, delta_TH, self.weight, self.eps, out_TH, below_CH)
         return self.group.all_reduce_add_rms_norm(x_TH, delta_TH, self.weight, self.eps, out_TH, below_CH)
+
+    def add_normed(self, x_TH: Tensor, delta_TH: Delta) -> Tensor:
+        """x + the norm of the sum of all ranks' deltas: [T, H], from one kernel launch."""
+        if self.group.size > 1:
+            delta_TH = self.group.all_reduce(added_up(delta_TH))
+        return add_normed(x_TH, delta_TH, self.weight, self.eps)
 
     def embed(self, ids_T: Tensor, table_VH: Tensor, below_CH: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The pair (embeddings of the ids (int64), their norm), each [T, H].  below_CH: as of `add`."""
@@ -85,11 +96,15 @@ class NoNorm(nn.Module):
         return x
 
     def add(
-        self, x_TH: Tensor, delta_TH: Tensor | Partials, out_TH: Tensor | None = None, below_CH: Tensor | None = None
+        self, x_TH: Tensor, delta_TH: Delta | None, out_TH: Tensor | None = None, below_CH: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """As of RMSNorm; both are the sum."""
         assert below_CH is None
-        total_TH = self.group.all_reduce_add(x_TH, added_up(delta_TH))
+        total_TH = x_TH
+        if delta_TH is not None and self.group.size > 1:
+            total_TH = self.group.all_reduce_add(x_TH, added_up(delta_TH))
+        elif delta_TH is not None:
+            total_TH = add_normed(x_TH, delta_TH, None)
         return total_TH if out_TH is None else out_TH.copy_(total_TH), total_TH
 
     def embed(self, ids_T: Tensor, table_VH: Tensor, below_CH: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -256,4 +271,4 @@ class ReluMLP(nn.Module):
 
     def forward(self, x: Tensor, partials: bool = False) -> Tensor | Partials:
         """partials: as of MLP."""
-        return self.down_proj(F.relu(self.up_proj(x)).square(), partials=partials)
+        return self.down_proj(relu2(added_up(self.up_proj(x))), partials=partials)

@@ -128,7 +128,7 @@ def test_every_instant_of_a_trace_is_counted_once() -> None:
         ("rows_hopper_kernel", ATTENTION),
         ("merge_rows_kernel", ATTENTION),
         ("latent_merge_kernel", ATTENTION),
-        ("silu_mul_kernel", NORM),
+        ("activation_kernel", NORM),
         ("gated_norm_kernel", RECURRENT),
         ("chunk_scan_kernel", RECURRENT),
         ("kimi_scan_kernel", RECURRENT),

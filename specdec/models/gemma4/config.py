@@ -93,7 +93,7 @@ def parse_gemma4(raw: dict[str, Any], where: str) -> GemmaConfig:
     require(raw, ["num_experts", "top_k_experts", "moe_intermediate_size"], where)
     count, top_k, width = (whole(raw, key, where) for key in ("num_experts", "top_k_experts", "moe_intermediate_size"))
     rule = RouterRule(top_k, "softmax", normed=True)
-    experts = ExpertsConfig(count, width, rule, gate=GeGLU(), kept_float32=True, shared_size=config.intermediate_size)
+    experts = ExpertsConfig(count, width, rule, activation=GeGLU(), kept_float32=True, shared_size=config.intermediate_size)
     mixed = with_experts(config, experts, where, "num_experts", "top_k_experts")
     assert isinstance(mixed, GemmaConfig)
     return mixed

@@ -73,7 +73,7 @@ CHOSEN: dict[str, list[str]] = {
     "grouped_linear_kernel": ["tests/ops/products/experts/test_placed.py::test_experts_equal_the_definition[form1-dtype0-300]"],
     "own_pairs_kernel": ["tests/ops/products/experts/test_quantised_mixture.py::test_pairs_are_skipped[mxfp4-5-False]"],
     "each_linear_kernel": ["tests/ops/products/experts/test_stacked.py::test_each_matrix_equals_the_definition[columns]"],
-    "silu_mul_kernel": ["tests/ops/products/test_linear.py::test_silu_mul_equals_the_definition[5-100-dtype2]"],
+    "activation_kernel": ["tests/ops/products/test_linear.py::test_activations_equal_their_definitions[5-100-dtype2]"],
     "take_rows_kernel": ["tests/ops/test_rows.py::test_picked_rows[torch.bfloat16-1-6-1-40]"],
     "take_columns_kernel": ["tests/ops/test_rows.py::test_columns_in_another_order[torch.bfloat16-shape1-2100]"],
     "prepend_kernel": ["tests/ops/test_rows.py::test_a_column_in_front[3-1]"],
