@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.ops.products.experts import PLAIN, Activation, Experts, Form, QuantisedExperts, Relu2, SwiGLU, inputs_of
+from specdec.ops.products.experts import PLAIN, Activation, Experts, Form, GeGLU, QuantisedExperts, Relu2, SwiGLU, inputs_of
 from specdec.ops.products.formats.experts import QuantisedStack, dequantise_stack, pack_steps, stack_of, steps_of
 from specdec.ops.products.formats.quantised import Kind, QuantisedMatrix, dequantise, pack, pack_factor_of
 from specdec.ops.products.kernels.dense.stream_triton import ARRIVALS
@@ -134,6 +134,8 @@ def exact_activation(both: Tensor, activation: Activation) -> Tensor:
     if isinstance(activation, Relu2):
         return torch.where(both > 0, both**2, 0.0)
     g, u = both.chunk(2)
+    if isinstance(activation, GeGLU):
+        return 0.5 * g * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (g + 0.044715 * g**3))) * u
     if activation.limit:
         g, u = g.clamp(max=activation.limit), u.clamp(-activation.limit, activation.limit) + 1
     return g * torch.sigmoid(activation.alpha * g) * u
