@@ -71,7 +71,7 @@ def drafting() -> None:
             for offsets in (None, ids(32000)):
                 launch_expand(candidates, 2, beam, halves(B * K, 32000), offsets)
             launch_best_nodes(candidates, ids(B), 60)
-            launch_best_paths(floats(B, 7, K), ids(B, 7, K), ids(B), 60)
+            launch_best_paths(floats(B, 7, 1, K), ids(B, 7, K), ids(B), 60)
             own = PageTable(counts(B, 512), PAGE)
             launch_fork(own, counts(B), ids(B, K), halves(B, HIDDEN), counts(B, 0))
             launch_fork(own, counts(B), ids(B, K), halves(B * K, HIDDEN), counts(B * K, 3))
