@@ -74,7 +74,7 @@ def spec_facts(spec: HeadSpec, is_target_known: bool, is_rope_told: bool) -> dic
         }
     if (block.logit_scale, block.softcap) != (1.0, None):
         more["logits"] = f"times {block.logit_scale:g}" + (f", softcap {block.softcap:g}" if block.softcap else "")
-    return facts | more | {
+    return {**facts, **more} | {
         "rows of a block": block.size or "not said",
         "mask token": block.mask_id,
         "first row": "drafts nothing" if block.skips_anchor else "drafts the next token",

@@ -52,7 +52,7 @@ class SlotConvolution(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """DFlash2's choice among a row's likeliest tokens.  candidates: how many they are.  rank: of the tables that score pairs."""
+    """DFlash2's choice among a row's likeliest tokens.  candidates: how many.  rank: of the tables that score pairs."""
 
     candidates: int
     rank: int

@@ -3,8 +3,8 @@
 All drafts of a block are made at once and none reads another, so there is nothing to unroll.  The head learns the target's own
 distribution of each drafted token, given the row's true text up to it; later tokens of a block count less.  A DSpark head is
 moreover told the true token before each drafted one, learns the share of both distributions that overlaps, which is the
-probability that a draft is accepted (Leviathan et al. 2023), and learns to estimate that share.  A DFlash2 head is told the same
-token, and learns the target's distribution a second time, with its choice among its candidates.
+probability that a draft is accepted (Leviathan et al. 2023), and learns to estimate that share.  A DFlash2 head is told the
+same token, and learns the target's distribution a second time, with its choice among its candidates.
 
 This file knows the heads' passes over a whole text, and neither files nor optimizers.
 

@@ -1,1 +1,1 @@
-"""DFlash2 heads: a DFlash head whose sublayers are wrapped in convolutions over its block, and which chooses among candidates."""
+"""DFlash2 heads: DFlash heads with convolutions around their sublayers, and a choice among each row's likeliest tokens."""

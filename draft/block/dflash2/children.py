@@ -1,10 +1,10 @@
-"""Which candidates follow each candidate of the level before, likeliest first: all that chains and trees of a DFlash2 head need.
+"""Which candidates follow each candidate of the level before, likeliest first: all that trees of a DFlash2 head need.
 
 What follows a node depends on its level and its token alone, and a level has C tokens: so all scores of a block are computed at
 once.  On a CPU the definition here runs; on a GPU it is one launch of children_triton.py.
 
-Shapes: B sequences, S levels, C candidates of a level, P = C of the level before (the root C times before the first), K children
-of each, r rank, V vocabulary.
+Shapes: B sequences, S levels, C candidates of a level, P = C of the level before (C times the root before the first), K
+children of each, r rank, V vocabulary.
 """
 
 from __future__ import annotations
@@ -39,9 +39,7 @@ def best_children(
     if own_BSC.shape[2] <= MAX_KERNEL_CANDIDATES and use_kernels(gates_BSr):
         from specdec.draft.block.dflash2.children_triton import launch_best_children
 
-        return launch_best_children(
-            own_BSC, tokens_BSC, root_B, gates_BSr, predecessor_Vr, successor_Vr, children, noise
-        )
+        return launch_best_children(own_BSC, tokens_BSC, root_B, gates_BSr, predecessor_Vr, successor_Vr, children, noise)
     first_B1C = root_B[:, None, None].expand(-1, 1, tokens_BSC.shape[2])
     before_BSP = torch.cat((first_B1C, tokens_BSC[:, :-1]), dim=1)
     wide = torch.promote_types(gates_BSr.dtype, torch.float32)

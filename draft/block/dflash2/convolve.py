@@ -2,8 +2,8 @@
 
 Row i of a block becomes the sum over taps t of (base[t] + own[i, t]) * row i - t; rows before the block's first one count as
 zeros.  `own` is what the row's own kernel adds to the learned one, the same for all columns of a group.  What stands around a
-convolution is fused with it: rows that follow in the next product, and the residual sum and norm after a sublayer.  On a CPU and
-under autograd the definitions here run; on a GPU each function is one launch of convolve_triton.py.
+convolution is fused with it: rows that follow in the next product, and the residual sum and norm after a sublayer.  On a CPU
+and under autograd the definitions here run; on a GPU each function is one launch of convolve_triton.py.
 
 Shapes: R rows of blocks of B each, H hidden, T taps, G groups, X = 2 * T * G (before and after, slowest; then tap, then group),
 C rows below.

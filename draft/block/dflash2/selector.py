@@ -1,8 +1,8 @@
 """DFlash2's choice among a row's likeliest tokens: each is scored anew after the token before it.
 
-The candidates of a row are the C likeliest tokens of its own logits.  After a token a, the score of candidate b is b's logit and
-sum(predecessor[a] * gate * successor[b]), where the gate is a projection of the row.  Tokens that are no candidates have no
-probability.  This module knows no block, no tree and no cache.
+The candidates of a row are the C likeliest tokens of its own logits.  After a token a, the score of candidate b is b's logit
+and sum(predecessor[a] * gate * successor[b]), where the gate is a projection of the row.  Tokens that are no candidates have
+no probability.  This module knows no block, no tree and no cache.
 
 Shapes: H hidden, r rank, C candidates, V vocabulary.
 """

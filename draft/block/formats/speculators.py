@@ -1,4 +1,4 @@
-"""P-EAGLE, DFlash, DFlash2 and DSpark heads of `speculators` (Red Hat, vLLM), by release: a config whose layer sizes are nested.
+"""P-EAGLE, DFlash, DFlash2 and DSpark heads of `speculators` (Red Hat, vLLM), by release: configs with nested layer sizes.
 
 Ids of the target's layers count the states of a forward pass, so id x is the output of layer x - 1.  In heads over blocks of
 context full layers read their block in both directions always; layers with a window are causal unless

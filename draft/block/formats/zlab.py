@@ -1,9 +1,9 @@
-"""DFlash and DFlash2 heads as z-lab publishes them, and those of SpecForge, NeMo and SGLang, which share the layout; SpecForge's
-DSpark heads too.
+"""DFlash and DFlash2 heads as z-lab publishes them, and those of SpecForge, NeMo and SGLang, which share the layout; DSpark
+heads of SpecForge too.
 
-All but the sizes stands in `dflash_config`; z-lab's own classes look at the top of the config too.  Whether rows of a block read
-the rows after them is said by `is_causal`, for all layers.  Where it does not say so, layers with a window are causal in the
-code of z-lab, SpecForge and SGLang, and no layer is in NeMo's.
+All but the sizes stands in `dflash_config`; z-lab's own classes look at the top of the config too.  Whether rows of a block
+read the rows after them is said by `is_causal`, for all layers.  Where it is absent, layers with a window are causal in the code
+of z-lab, SpecForge and SGLang, and no layer is in NeMo's.
 """
 
 from __future__ import annotations

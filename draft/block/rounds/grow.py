@@ -2,13 +2,14 @@
 
 Tokens that were drafted independently of one another have the former, and candidates of a DFlash2 head the latter: what may
 follow a node depends on its level and its token alone.  Every path through the levels' likeliest tokens is a node, whose score
-is the sum of the log-probabilities along it.  The tree has the best of all these nodes.  A node's score is at most its parent's, so the best nodes are a tree.  Ties go to the node of
-the shallower level, then to the one whose parent comes first in this order, then to the likelier token.
+is the sum of the log-probabilities along it.  The tree has the best of all these nodes.  A node's score is at most its
+parent's, so the best nodes are a tree.  Ties go to the node of the shallower level, then to the one whose parent comes first in
+this order, then to the likelier token.
 
 Nodes stand in this order too, after the root.  This is pure tensor code; on a GPU it is one launch of grow_triton.py.
 
-Shapes: B sequences, S levels, K children of a node, C tokens of a level, P rows of a level: C, or 1 where all nodes of the level
-before have the same children; N nodes with the root, M = N - 1, W nodes of a level that may be chosen.
+Shapes: B sequences, S levels, K children of a node, C tokens of a level, P rows of a level: C, or 1 where all nodes of the
+level before have the same children; N nodes with the root, M = N - 1, W nodes of a level that may be chosen.
 """
 
 from __future__ import annotations

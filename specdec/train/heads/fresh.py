@@ -88,9 +88,7 @@ def spec_of(config: ModelConfig, aux_layers: tuple[int, ...], vocab: int, run: H
     block = BlockSpec(run.num_steps + skips, mask, (run.kind == "p-eagle",) * run.layers, skips)
     if run.kind == "dflash2":
         group = math.gcd(config.hidden_size, GROUP)
-        block = replace(
-            block, convolution=SlotConvolution(TAPS, group), selection=Selection(run.candidates, run.selector_rank)
-        )
+        block = replace(block, convolution=SlotConvolution(TAPS, group), selection=Selection(run.candidates, run.selector_rank))
     if run.kind == "dspark":
         block = replace(block, markov=cast(MarkovKind, run.markov), markov_rank=run.markov_rank, confidence="markov")
     owns = run.kind == "p-eagle"

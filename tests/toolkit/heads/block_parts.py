@@ -7,6 +7,7 @@ Shapes: T tokens of a text, B rows of a block, H hidden, F features side by side
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -247,9 +248,9 @@ def _shapes(o: BlockOptions) -> list[tuple[str, tuple[int, ...]]]:
     else:
         shapes["hidden_norm"] = (H,)
     if o.kind == "dflash2":
-        for name in (f"layers.{layer}.{each}_conv" for layer in range(o.layers if o.taps else 0) for each in ("attention", "mlp")):
-            shapes[f"{name}.base"] = (2, o.taps, H)
-            shapes[f"{name}.projection.weight"] = (2 * o.taps * (H // o.group), H)
+        for layer, each in itertools.product(range(o.layers if o.taps else 0), ("attention", "mlp")):
+            shapes[f"layers.{layer}.{each}_conv.base"] = (2, o.taps, H)
+            shapes[f"layers.{layer}.{each}_conv.projection.weight"] = (2 * o.taps * (H // o.group), H)
         shapes |= {f"selector.{each}": (o.vocab, r) for each in ("predecessor", "successor")}
         shapes["selector.hidden.weight"] = (r, H)
     if o.own_embeddings:
