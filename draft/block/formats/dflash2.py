@@ -66,8 +66,8 @@ def refuse_suffixed_tables(files: HeadFiles) -> None:
     for table in TABLES:
         if f"candidate_selector.{table}.weight" in files.checkpoint:
             raise ValueError(
-                f"{files.folder}: tensor 'candidate_selector.{table}.weight' must be called 'candidate_selector.{table}', as in "
-                "all published files: only in memory z-lab's class has the longer name; nearest thing that works: rename it"
+                f"{files.folder}: tensor 'candidate_selector.{table}.weight' must be called 'candidate_selector.{table}', as "
+                "in all published files: only in memory z-lab's class has the longer name; nearest thing that works: rename it"
             )
 
 

@@ -2,8 +2,8 @@
 heads of SpecForge too.
 
 All but the sizes stands in `dflash_config`; z-lab's own classes look at the top of the config too.  Whether rows of a block
-read the rows after them is said by `is_causal`, for all layers.  Where it is absent, layers with a window are causal in the code
-of z-lab, SpecForge and SGLang, and no layer is in NeMo's.
+read the rows after them is said by `is_causal`, for all layers.  Where it is absent, layers with a window are causal in the
+code of z-lab, SpecForge and SGLang, and no layer is in NeMo's.
 """
 
 from __future__ import annotations
