@@ -57,6 +57,9 @@ MEANT: dict[str, Options | BlockOptions] = {
     "0.7 dflash": BlockOptions(**COPIES),
     "0.7 dspark-gated": BlockOptions(**DSPARK, own_embeddings=True, markov="gated"),
     "0.8 dspark-rnn": BlockOptions(**DSPARK, markov="rnn"),
+    "0.8 dflash2": BlockOptions(
+        **{**BLOCK, "kind": "dflash2", "draft_vocab": 40, "own_lm_head": False}, rank=6, taps=2, group=4, candidates=4
+    ),
     "0.8 dflash-window": BlockOptions(**BLOCK, windows=(4, None), rule="anchor", causal=(True, False)),
     "0.8 peagle-full": BlockOptions(**{**PEAGLE, "draft_vocab": 40}, layers=1),
     "0.9 eagle3-qwen3": Options(**EAGLE3, qk_norm=True),
@@ -67,7 +70,6 @@ MIXED = ("0.7 eagle3-window",)  # layers with a window beside full ones, which `
 REFUSED = {  # what no reader has
     "0.4 eagle-norms": "layernorms must be false",
     "0.6 mtp": "'mtp' is an MTP layer in a folder of its own",
-    "0.8 dflash2": "'dflash2' is a DFlash2 head",
     "0.9 xpress": "'xpress' is an XPress head",
 }
 
@@ -115,7 +117,9 @@ def _own_name(name: str) -> str:
     for old, new in (
         ("fusion_fc", "fc"), ("transformer.", "layers.0."), ("markov_head.markov_", "markov."),
         ("markov_head.gate_proj", "markov.gate"), ("markov_head.joint_proj", "markov.joint"),
-        ("confidence_head.proj", "confidence"),
+        ("confidence_head.proj", "confidence"), ("_conv.base_kernel", "_conv.base"),
+        ("_conv.kernel_projection", "_conv.projection"), ("candidate_selector.hidden_projection", "selector.hidden"),
+        ("candidate_selector.", "selector."), ("_codebook", ""),
     ):  # fmt: skip
         name = name.replace(old, new)
     return name
