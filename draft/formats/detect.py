@@ -47,7 +47,7 @@ FORMATS: dict[str, HeadFormat] = {
     "safeailab": safeailab.FORMAT,
     "specforge": HeadFormat("specforge", "SpecForge", "EAGLE-3, EAGLE-3.1, P-EAGLE, DFlash, DSpark", _read_specforge),
     "speculators": HeadFormat(
-        "speculators", "speculators (Red Hat, vLLM)", "EAGLE-1, EAGLE-3, P-EAGLE, DFlash, DSpark", _read_speculators
+        "speculators", "speculators (Red Hat, vLLM)", "EAGLE-1, EAGLE-3, P-EAGLE, DFlash, DFlash2, DSpark", _read_speculators
     ),
     "modelopt": HeadFormat("modelopt", "NVIDIA ModelOpt", "EAGLE-3, DFlash, DSpark", _read_modelopt),
     "z-lab": zlab.FORMAT,

@@ -156,7 +156,9 @@ def test_the_loss_of_a_block_is_that_of_its_definition(kind: str, pair: SpecDeco
             if of_all:
                 kept_V = log_V > -torch.inf
                 unary_V = head.logits(hidden_1SH[0, i]).log_softmax(-1)
-                assert int(kept_V.sum()) == 16 and set(unary_V.topk(16).indices.tolist()) == set(kept_V.nonzero()[:, 0].tolist())
+                assert int(kept_V.sum()) == 16 and set(unary_V.topk(16).indices.tolist()) == set(
+                    kept_V.nonzero()[:, 0].tolist()
+                )
                 value = -(p_V * unary_V).sum() - (p_V * log_V)[kept_V].sum()
             if is_spark:
                 overlap = torch.minimum(p_V, log_V.exp()).sum()
@@ -190,7 +192,9 @@ def test_head_runs_that_cannot_work_are_refused(field: str, value: float | str) 
         HeadRun(**{field: value})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("field", "value"), [("candidates", 3), ("candidates", 257), ("draft_vocab_size", 300), ("markov_rank", 8)])
+@pytest.mark.parametrize(
+    ("field", "value"), [("candidates", 3), ("candidates", 257), ("draft_vocab_size", 300), ("markov_rank", 8)]
+)
 def test_dflash2_runs_that_cannot_work_are_refused(field: str, value: int) -> None:
     """Keeps out: fewer candidates than the tree has branches that measures the head, and a vocabulary that no layout can say."""
     with pytest.raises(ValueError, match=field):

@@ -6,7 +6,7 @@ transformers 4.53.3, 0.2.0 to 0.4.0 with 4.57.6, 0.5.0 with 5.6.2, 0.6.0 with 5.
 are filled at random.  With such weights each forward pass was compared once with that of the release's own code, in float32: no
 logit differs by more than 3e-6.  Left out of that: EAGLE-3 of 0.1, whose code has no rope, and of 0.2, whose code has no pass;
 converted heads of later releases, whose class has none either; the drafted steps of EAGLE-3 with windows, which training counts
-from another pair.
+from another pair; DFlash2, of which 0.9's convolutions and selector alone were compared, and equal.
 """
 
 from __future__ import annotations
