@@ -196,7 +196,7 @@ def test_head_runs_that_cannot_work_are_refused(field: str, value: float | str) 
     ("field", "value"), [("candidates", 3), ("candidates", 257), ("draft_vocab_size", 300), ("markov_rank", 8)]
 )
 def test_dflash2_runs_that_cannot_work_are_refused(field: str, value: int) -> None:
-    """Keeps out: fewer candidates than the tree has branches that measures the head, and a vocabulary that no layout can say."""
+    """Keeps out: fewer candidates than the measuring tree has branches, and a vocabulary that no layout can say."""
     with pytest.raises(ValueError, match=field):
         HeadRun(kind="dflash2", **{field: value})  # type: ignore[arg-type]
 

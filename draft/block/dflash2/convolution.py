@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from specdec.draft.block.dflash2.convolve import AFTER, BEFORE, convolve, convolve_add_norm
 from specdec.draft.formats.parts import Part
 from specdec.draft.formats.spec import SlotConvolution
-from specdec.models.layers import RMSNorm
+from specdec.models.layers import NoNorm, RMSNorm
 from specdec.models.linear import Linear
 from specdec.models.making import new_weight
 from specdec.ops.products.partials import Partials
@@ -39,8 +39,9 @@ class SublayerConvolution(nn.Module):
         own_RX = self.kernel_projection(x_RH)
         return convolve(x_RH, own_RX, self.base_kernel, BEFORE, self.size, below_CH), own_RX
 
-    def after(self, x_RH: Tensor, delta: Tensor | Partials, own_RX: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+    def after(self, x_RH: Tensor, delta: Tensor | Partials, own_RX: Tensor, norm: RMSNorm | NoNorm) -> tuple[Tensor, Tensor]:
         """(residual stream with the convolved output of the sublayer, its norm).  As of `RMSNorm.add`."""
+        assert isinstance(norm, RMSNorm)
         if norm.group.size == 1:
             return convolve_add_norm(x_RH, delta, own_RX, self.base_kernel, self.size, norm.weight, norm.eps)
         assert isinstance(delta, Tensor), "ranks exchange sums"
