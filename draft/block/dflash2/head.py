@@ -69,6 +69,10 @@ class DFlash2Head(DFlashHead):
             x, normed_RH = around_mlp.after(x, layer.mlp(read_RH, partials=True), own_RX, next_norm)
         return normed_RH
 
+    def default_shape(self) -> SpecConfig:
+        usual = super().default_shape()
+        return usual if usual.topk <= self.candidates else SpecConfig(usual.num_steps, self.candidates)
+
     def check(self, spec: SpecConfig) -> None:
         super().check(spec)
         if spec.topk > self.candidates:

@@ -54,6 +54,14 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("z-lab", dict(windows=(6, None), more={"architectures": ["Qwen3DFlashDraftModel"]})),
     ("z-lab", dict(embedding_scale=2.5, logit_scale=0.3, softcap=1.5)),
     ("z-lab", dict(DFLASH2, windows=(5, 5), more={"is_causal": False}, embedding_scale=0.4, logit_scale=2.0, softcap=4.0)),
+    ("z-lab", dict(  # the other keys of z-lab's published configs
+        DFLASH2, windows=(5, 5), softcap=20.0, logit_scale=0.196,
+        more={
+            "is_causal": False, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3, "dtype": "bfloat16",
+            "use_cache": False, "rope_parameters": {"rope_theta": 3000.0, "rope_type": "default"},
+            "transformers_version": "5.15.0",
+        },
+    )),
     ("z-lab", dict(DFLASH2, windows=(None, 5), causal=(False, True), taps=4, group=16, candidates=40)),
     ("z-lab", dict(DFLASH2, taps=0, more={"architectures": ["MiniMaxDFlash2DraftModel"]})),
     ("z-lab", dict(DFLASH2, taps=1, more={"architectures": ["DFlash2BeamDraftModel"]})),

@@ -60,8 +60,8 @@ def test_without_its_new_parts_it_is_a_dflash_head(zoo: Zoo, tmp_path: Path, can
 @pytest.mark.parametrize("shape", [(5, 6, 16), (5, 3, 32), (4, 6, 60), (3, 1, 4)], ids=str)
 @pytest.mark.parametrize("noisy", [False, True])
 def test_trees_by_brute_force(zoo: Zoo, shape: tuple[int, int, int], noisy: bool) -> None:
-    """Keeps out: a child scored after another token, level or row; noise of another place, or none; a greedy row with noise; two
-    siblings with one token; a better path left out.
+    """Keeps out: a child scored after another token, level or row; noise of another place, or none; a greedy row with noise;
+    two siblings with one token; a better path left out.
     """
     head, spec, generator = (
         loaded(zoo, zoo.head("llama", "dflash2")),
@@ -120,3 +120,5 @@ def test_more_branches_than_candidates_are_refused(zoo: Zoo) -> None:
     head.check(SpecConfig(5, 6, 20))
     with pytest.raises(ValueError, match="topk must be at most 6, the candidates .* got 7; nearest .* topk=6"):
         head.check(SpecConfig(5, 7, 20))
+    head.candidates = 2
+    assert head.default_shape().topk == 2 and head.default_shape().num_steps == 5
