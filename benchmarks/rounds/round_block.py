@@ -35,7 +35,7 @@ from specdec.config import SamplingParams, SpecConfig
 from specdec.decoder import SpecDecoder
 from specdec.draft.drafter import Drafter, DrafterContext, DraftModel, DraftNeeds
 from specdec.draft.formats.empty import class_of
-from specdec.draft.formats.spec import BlockSpec, HeadSpec
+from specdec.draft.formats.spec import BlockSpec, HeadSpec, Selection, SlotConvolution
 from specdec.draft.head import DraftHead
 from specdec.loading.resolve import choose_attention, resolve_settings
 from specdec.models.causal_lm import CausalLM
@@ -54,7 +54,7 @@ CONTEXT, ROOM = 1024, 2048
 class Shape(NamedTuple):
     """A head.  block: rows of its block.  vocab: of the head.  aux: how many layers of the target it reads.
 
-    bar: whether its rounds at batch 1 must stay below BAR.
+    bar: whether its rounds at batch 1 must stay below BAR.  candidates: of DFlash2.
     """
 
     kind: str
@@ -64,16 +64,21 @@ class Shape(NamedTuple):
     aux: int = 3
     rank: int = 0
     bar: bool = False
+    candidates: int = 0
 
 
 # The published heads: P-EAGLE of 4 layers (SpecForge, speculators), DFlash of 5 layers and blocks of 16 (z-lab), DSpark of 5
-# layers and blocks of 7 (DeepSpec), DSpark of 3 layers and blocks of 8 (speculators).  The bar is for those of 2 layers.
+# layers and blocks of 7 (DeepSpec), DSpark of 3 layers and blocks of 8 (speculators), DFlash2 of 5 layers and blocks of 16
+# (z-lab).  The bar is for those of 2 layers: five layers, their
+# `fc` and the whole vocabulary are 1.23 times the bytes of a verify.
 HEADS = {
     "eagle3": Shape("eagle3", 1, 0, DRAFT_VOCAB),
     "p-eagle-2": Shape("p-eagle", 2, 8, DRAFT_VOCAB, bar=True),
     "p-eagle-4": Shape("p-eagle", 4, 8, DRAFT_VOCAB),
     "dflash-2": Shape("dflash", 2, 8, DRAFT_VOCAB, bar=True),
     "dflash-5": Shape("dflash", 5, 16, TARGET.vocab_size, aux=5),
+    "dflash2-2": Shape("dflash2", 2, 8, TARGET.vocab_size, rank=256, candidates=16),
+    "dflash2-5": Shape("dflash2", 5, 16, TARGET.vocab_size, aux=5, rank=256, candidates=16),
     "dspark-2": Shape("dspark", 2, 8, DRAFT_VOCAB, rank=256, bar=True),
     "dspark-3": Shape("dspark", 3, 8, DRAFT_VOCAB, rank=256),
     "dspark-5": Shape("dspark", 5, 7, TARGET.vocab_size, aux=5, rank=256),
@@ -128,15 +133,18 @@ class Constant(Drafter):
 def random_head(name: str, model: CausalLM, max_positions: int) -> DraftHead:
     """A head with normal weights, made on the GPU, which shares what such heads share with their target."""
     shape, device = HEADS[name], model.embed_tokens.weight.device
-    layers = replace(TARGET, num_layers=shape.layers, layer_kinds=(), kv_source=(), qk_norm=shape.kind in ("dflash", "dspark"))
+    over_context = shape.kind not in ("eagle3", "p-eagle")
+    layers = replace(TARGET, num_layers=shape.layers, layer_kinds=(), kv_source=(), qk_norm=over_context)
     aux, block = tuple(1 + 27 * i // (shape.aux - 1) for i in range(shape.aux)), None
     if shape.block:
-        skips = shape.kind == "dflash"
+        skips = shape.kind in ("dflash", "dflash2")
         causal = (shape.kind == "p-eagle",) * shape.layers
-        block = BlockSpec(
-            shape.block + skips * (shape.block == 8), 0, causal, skips, markov="vanilla" if shape.rank else "none",
-            markov_rank=shape.rank,
-        )  # fmt: skip
+        block = BlockSpec(shape.block + skips * (shape.block == 8), 0, causal, skips)
+        if shape.candidates:
+            selection = Selection(shape.candidates, shape.rank)
+            block = replace(block, convolution=SlotConvolution(2, 16), selection=selection)
+        elif shape.rank:
+            block = replace(block, markov="vanilla", markov_rank=shape.rank)
     spec = HeadSpec(layers, shape.kind, aux, TARGET.hidden_size, shape.vocab, block=block)
     head = build(lambda: class_of(shape.kind)(spec, max_positions), device, torch.bfloat16)
     head.embed_tokens = model.embed_tokens

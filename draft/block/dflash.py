@@ -71,14 +71,28 @@ class DFlashHead(BlockHead):
         """
         R, rotation = len(ids_R), self.rotary.at(positions)
         layers = [cast(DecoderLayer, layer) for layer in self.layers]
-        x, normed_TH = layers[0].input_layernorm.embed(ids_R, self.embed_tokens.weight, context_CH)
+        x, normed_TH = self.embedded(ids_R, context_CH)
         for index, layer in enumerate(layers):
-            attended = _attended(layer.self_attn, normed_TH, rotation, attn, index, R)
-            x, normed = layer.post_attention_layernorm.add(x, attended)
+            found = attended(layer.self_attn, normed_TH, rotation, attn, index, R)
+            x, normed = layer.post_attention_layernorm.add(x, found)
             is_last = index + 1 == len(layers)
             next_norm, below = (self.norm, None) if is_last else (layers[index + 1].input_layernorm, context_CH)
             x, normed_TH = next_norm.add(x, layer.mlp(normed, partials=True), below_CH=below)
         return normed_TH
+
+    def embedded(self, ids_R: Tensor, context_CH: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(embeddings of the ids, their norm before the first layer with the context's rows below), [R, H] and [R + C, H]."""
+        norm, scale = cast(DecoderLayer, self.layers[0]).input_layernorm, self.block.embedding_scale
+        if scale == 1:
+            return norm.embed(ids_R, self.embed_tokens.weight, context_CH)
+        x_RH = F.embedding(ids_R, self.embed_tokens.weight) * scale
+        normed_RH = norm(x_RH)
+        return x_RH, normed_RH if context_CH is None else torch.cat((normed_RH, context_CH))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        logits, scale, softcap = super().logits(hidden), self.block.logit_scale, self.block.softcap
+        logits = logits if scale == 1 else logits * scale
+        return logits if softcap is None else (logits / softcap).tanh() * softcap
 
     def block_ids(self, anchors: Tensor) -> Tensor:
         """[..., B] int64: the last known token, then mask tokens."""
@@ -115,7 +129,7 @@ class DFlashHead(BlockHead):
             )
 
 
-def _attended(
+def attended(
     layer: SelfAttention, x_TH: Tensor, rotation: Rotation, attn: AttentionFn, index: int, rows: int
 ) -> Tensor | Partials:
     """[R, H]: the attention of the first `rows` of T rows, of all of which keys and values are kept."""

@@ -47,7 +47,7 @@ FORMATS: dict[str, HeadFormat] = {
     "safeailab": safeailab.FORMAT,
     "specforge": HeadFormat("specforge", "SpecForge", "EAGLE-3, EAGLE-3.1, P-EAGLE, DFlash, DSpark", _read_specforge),
     "speculators": HeadFormat(
-        "speculators", "speculators (Red Hat, vLLM)", "EAGLE-1, EAGLE-3, P-EAGLE, DFlash, DSpark", _read_speculators
+        "speculators", "speculators (Red Hat, vLLM)", "EAGLE-1, EAGLE-3, P-EAGLE, DFlash, DFlash2, DSpark", _read_speculators
     ),
     "modelopt": HeadFormat("modelopt", "NVIDIA ModelOpt", "EAGLE-3, DFlash, DSpark", _read_modelopt),
     "z-lab": zlab.FORMAT,
@@ -60,7 +60,6 @@ BESIDE = {  # files of heads that can't be loaded, and what to do instead
 }
 # Kinds of other heads, by a part of a tensor's name that no EAGLE head has.
 OTHER_KINDS = (
-    ("candidate_selector.", "a DFlash2 head"),
     ("prefix_gru.", "a Domino head"),
     ("lilicorr_", "a LiLiCorr head"),
     ("medusa", "a Medusa head"),
@@ -114,7 +113,7 @@ def _block_layout(raw: dict[str, Any], where: str) -> str:
             return "specforge"
         case "DFlashDraftModel" if nested.get(modelopt_blocks.MARK) is not None or nested.get("projector_type") == "dspark":
             return "modelopt"
-        case "DFlashDraftModel" | "Qwen3DFlashDraftModel":
+        case architecture if architecture in zlab.ARCHITECTURES:
             return "z-lab"
     raise ValueError(
         f"{where}: the tensors are those of a head of one pass, but architectures {raw.get('architectures')!r} is not that "

@@ -65,7 +65,16 @@ def spec_facts(spec: HeadSpec, is_target_known: bool, is_rope_told: bool) -> dic
         facts = {key: value for key, value in facts.items() if key not in EAGLE_ONLY}
     markov = f"{block.markov} of rank {block.markov_rank}" if block.markov != "none" else "none"
     reads = {"none": "none", "hidden": "of the row", "markov": "of the row and the token before"}
-    return facts | {
+    more: dict[str, Any] = {}
+    if block.selection is not None:
+        taps = block.convolution
+        more = {
+            "convolutions": f"{taps.taps} rows, groups of {taps.group} columns" if taps else "none",
+            "candidates of a row": f"{block.selection.candidates}, scored by tables of rank {block.selection.rank}",
+        }
+    if (block.logit_scale, block.softcap) != (1.0, None):
+        more["logits"] = f"times {block.logit_scale:g}" + (f", softcap {block.softcap:g}" if block.softcap else "")
+    return {**facts, **more} | {
         "rows of a block": block.size or "not said",
         "mask token": block.mask_id,
         "first row": "drafts nothing" if block.skips_anchor else "drafts the next token",

@@ -12,7 +12,8 @@ from specdec.models.checkpoints.loader import Parts, copy_, fill_attention, fill
 from specdec.models.layers import MLP, Embedding, RMSNorm, SelfAttention
 from specdec.models.linear import Linear
 
-Part = tuple[str, nn.Module | Tensor]  # a tensor: numbers beside all modules, which files hold as [1, 1, size]
+# A tensor: numbers that no module with a name of its own holds.  Files hold them as they are, but vectors as [1, 1, size].
+Part = tuple[str, nn.Module | Tensor]
 FILLERS: Parts = {Linear: fill_linear, SelfAttention: fill_attention, MLP: fill_mlp, RMSNorm: fill_norm}
 
 
@@ -40,7 +41,7 @@ def tensors_of(parts: Iterable[Part]) -> dict[str, Tensor]:
         elif isinstance(part, MLP):
             named |= tensors_of(((name, part.gate_up_proj), (f"{name}.down_proj", part.down_proj)))
         elif isinstance(part, Tensor):
-            named[name] = part[None, None]
+            named[name] = part[None, None] if part.dim() == 1 else part
         else:
             assert isinstance(part, RMSNorm | Embedding)
             named[f"{name}.weight"] = part.weight
@@ -50,10 +51,12 @@ def tensors_of(parts: Iterable[Part]) -> dict[str, Tensor]:
 def fill(parts: Iterable[Part], checkpoint: Checkpoint) -> None:
     """Fills the parts from the tensors of a checkpoint."""
     for name, part in parts:
-        if isinstance(part, Tensor):
+        if isinstance(part, Tensor) and part.dim() == 1:
             with torch.no_grad():
                 part.copy_(checkpoint.take(name).flatten())
             checkpoint.landed(name, part)
+        elif isinstance(part, Tensor):
+            copy_(part, checkpoint, name)
         elif isinstance(part, Embedding):
             copy_(part.weight, checkpoint, f"{name}.weight")
         else:

@@ -104,6 +104,9 @@ def check_tensors(files: HeadFiles, parsed: ParsedHead, wanted: Shapes) -> None:
 _SIZES = (  # the keys of config.json from which a tensor's shape follows, by a part of its name
     ("markov_w", "vocab_size, draft_vocab_size and markov_rank"),
     ("mask_hidden", "the width of fc"),
+    ("codebook", "vocab_size and selector_rank"),
+    ("hidden_projection", "selector_rank and hidden_size"),
+    ("_conv.", "conv_kernel_size, conv_group_size and hidden_size"),
     ("fc.", "hidden_size, target_hidden_size and the ids of the target's layers"),
     ("lm_head", "draft_vocab_size and hidden_size"),
     ("embed_tokens", "vocab_size and hidden_size"),

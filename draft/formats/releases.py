@@ -70,6 +70,9 @@ _MARKOV = dict.fromkeys(
 )
 
 
+_SELECTION = dict.fromkeys(("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"), ReleasedKey(8))
+
+
 class KindKeys(NamedTuple):
     """The releases that have a kind of head, and its keys; none: no reader here has the kind."""
 
@@ -85,14 +88,13 @@ KINDS = {
     "dflash": KindKeys(5, NEWEST, {**_BLOCK, "max_anchors": ReleasedKey(5, 6)}),
     "dspark": KindKeys(7, NEWEST, {**_BLOCK, **_MARKOV}),
     "mtp": KindKeys(6, NEWEST, {}),
-    "dflash2": KindKeys(8, NEWEST, {}),
+    "dflash2": KindKeys(8, NEWEST, {**_BLOCK, **_SELECTION}),
     "xpress": KindKeys(9, NEWEST, {}),
 }
 INSTEAD = {  # what can't be run of the layout, and what to do
     "mtp": "an MTP layer in a folder of its own; nearest thing that works: draft='mtp', with the layer put into its target's "
     "folder, as the library's own `stitch` does",
-    "dflash2": "a DFlash2 head; nearest thing that works: a DFlash or DSpark head",
-    "xpress": "an XPress head; nearest thing that works: a DFlash or DSpark head",
+    "xpress": "an XPress head; nearest thing that works: a DFlash2 or DSpark head",
 }
 # Keys that no forward pass reads.
 TRAINING = ("max_anchors", "down_sample_ratio", "down_sample_ratio_min", "embed_requires_grad")

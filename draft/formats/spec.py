@@ -36,8 +36,26 @@ KINDS = {
     "eagle3": HeadKind("EAGLE-3", True, "specdec.draft.eagle.head:Eagle3Head", 3),
     "p-eagle": HeadKind("P-EAGLE", True, "specdec.draft.block.peagle:PEagleHead", 3),
     "dflash": HeadKind("DFlash", False, "specdec.draft.block.dflash:DFlashHead"),
+    "dflash2": HeadKind("DFlash2", False, "specdec.draft.block.dflash2.head:DFlash2Head"),
     "dspark": HeadKind("DSpark", False, "specdec.draft.block.dflash:DSparkHead"),
 }
+
+
+class SlotConvolution(NamedTuple):
+    """DFlash2's convolutions over the rows of a block.  taps: how many rows one reads: its own, and those before it.
+
+    group: how many neighbouring columns share the part of a kernel that depends on the row.
+    """
+
+    taps: int
+    group: int
+
+
+class Selection(NamedTuple):
+    """DFlash2's choice among a row's likeliest tokens.  candidates: how many.  rank: of the tables that score pairs."""
+
+    candidates: int
+    rank: int
 
 
 @dataclass(frozen=True)
@@ -54,6 +72,9 @@ class BlockSpec:
     markov, markov_rank: the head that corrects a row's logits by the token drafted before it, and its rank.
     confidence: what the estimate that a drafted token is accepted reads: the row alone ("hidden"), or the embedding of the
         token before it too ("markov").
+    embedding_scale: what the rows of the target's embeddings are multiplied with.
+    logit_scale, softcap: logits are multiplied with the former; with a softcap c they are c * tanh(logit / c) then.
+    convolution, selection: of DFlash2 heads; without the former their layers are DFlash's.
     """
 
     size: int
@@ -64,6 +85,11 @@ class BlockSpec:
     markov: MarkovKind = "none"
     markov_rank: int = 0
     confidence: Confidence = "none"
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    softcap: float | None = None
+    convolution: SlotConvolution | None = None
+    selection: Selection | None = None
 
     @property
     def max_steps(self) -> int | None:

@@ -32,7 +32,7 @@ PATTERNS = (  # the first pattern that occurs in a kernel's short name says its 
         RECURRENT,
         r"_rule|convolution|gated_norm|^ssd_|^(tree_nodes|chunk_prepare|chunk_scan|state_numbers|commit_states|kimi_\w+)_kernel",
     ),
-    (NORM, r"norm|rope|rotate|^activation_kernel|output_gate"),
+    (NORM, r"norm|rope|rotate|^activation_kernel|output_gate|convolve"),
     (
         ATTENTION,
         r"attention|paged|latent|suffix|store|flash|fmha|sinks|subtract|upconvert|_scores|kv_blocks|_queries|first_keys|local_"

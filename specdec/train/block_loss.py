@@ -3,12 +3,13 @@
 All drafts of a block are made at once and none reads another, so there is nothing to unroll.  The head learns the target's own
 distribution of each drafted token, given the row's true text up to it; later tokens of a block count less.  A DSpark head is
 moreover told the true token before each drafted one, learns the share of both distributions that overlaps, which is the
-probability that a draft is accepted (Leviathan et al. 2023), and learns to estimate that share.
+probability that a draft is accepted (Leviathan et al. 2023), and learns to estimate that share.  A DFlash2 head is told the
+same token, and learns the target's distribution a second time, with its choice among its candidates.
 
 This file knows the heads' passes over a whole text, and neither files nor optimizers.
 
 Shapes: B rows, T tokens of a row, A anchors of a row (positions of its last known token), S drafted tokens of each anchor,
-H hidden size, V draft vocabulary.
+H hidden size, V draft vocabulary, C candidates.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specdec.draft.block.dflash2.head import DFlash2Head
 from specdec.draft.block.head import BlockHead
 from specdec.train.states import TargetStates
 
@@ -32,6 +34,7 @@ class DraftedBlocks(NamedTuple):
     place_BAS: the rows' own tokens, as places in the draft vocabulary; without meaning where they do not count.
     counted_BAS: bool, whether a token exists and lies in the draft vocabulary.
     estimate_BAS: logits of the probability that a token is accepted; None for heads without an estimate.
+    chosen_BASV: of a DFlash2 head, its scores of candidates, and -inf for other tokens; None for other kinds.
     """
 
     logits_BASV: Tensor
@@ -39,6 +42,7 @@ class DraftedBlocks(NamedTuple):
     place_BAS: Tensor
     counted_BAS: Tensor
     estimate_BAS: Tensor | None
+    chosen_BASV: Tensor | None = None
 
 
 def block_loss(
@@ -62,7 +66,8 @@ def block_loss(
     chosen_BA, exists_BA = _choose(seen.rows_BT, anchors, generator)
     part = _drafted(head, seen, chosen_BA, steps, draft_ids_V, weight_VH)
     counted_BAS = part.counted_BAS & exists_BA[..., None]
-    right_BAS = (part.logits_BASV.argmax(-1) == part.place_BAS) & counted_BAS
+    drafted_BASV = part.logits_BASV if part.chosen_BASV is None else part.chosen_BASV
+    right_BAS = (drafted_BASV.argmax(-1) == part.place_BAS) & counted_BAS
     totals_S = counted_BAS.sum((0, 1)).clamp(min=1)
     weights_S = decay ** torch.arange(steps, dtype=torch.float32, device=totals_S.device)
     losses_S = torch.where(counted_BAS, _losses(part), 0.0).sum((0, 1))
@@ -101,15 +106,21 @@ def _drafted(
     estimate_BAS = head.estimates(hidden_BASH, tokens_BAS)
     if head.reads_drafts:  # a token after one that can't be drafted is never reached
         counted_BAS = counted_BAS.cumprod(-1).bool()
-    logits_BASV = head.walk(hidden_BASH, tokens_BAS).float()
+    logits_BASV, chosen_BASV = head.walk(hidden_BASH, tokens_BAS).float(), None
+    if isinstance(head, DFlash2Head):
+        logits_BASV, chosen_BASV = head.logits(hidden_BASH).float(), logits_BASV
     return DraftedBlocks(
-        logits_BASV, teacher_BASV, place_BAS, counted_BAS, None if estimate_BAS is None else estimate_BAS.float()
+        logits_BASV, teacher_BASV, place_BAS, counted_BAS, None if estimate_BAS is None else estimate_BAS.float(), chosen_BASV
     )
 
 
 def _losses(part: DraftedBlocks) -> Tensor:
     """[B, A, S]: the loss of each drafted token."""
     entropy_BAS = -(part.teacher_BASV * part.logits_BASV.log_softmax(-1)).sum(-1)
+    if part.chosen_BASV is not None:
+        logq_BASV = part.chosen_BASV.log_softmax(-1)
+        logq_BASV = torch.where(logq_BASV == -torch.inf, 0.0, logq_BASV)  # what the target gives to other tokens is not learnt
+        entropy_BAS = entropy_BAS - (part.teacher_BASV * logq_BASV).sum(-1)
     if part.estimate_BAS is None:
         return entropy_BAS
     overlap_BAS = torch.minimum(part.logits_BASV.softmax(-1), part.teacher_BASV).sum(-1)

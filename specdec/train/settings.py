@@ -8,10 +8,11 @@ from typing import Any, TypeVar
 
 from specdec.config import SpecConfig
 
-KINDS = ("eagle3", "p-eagle", "dflash", "dspark")
+KINDS = ("eagle3", "p-eagle", "dflash", "dflash2", "dspark")
 MARKOV = ("vanilla", "gated", "rnn")
 LAYOUTS = ("auto", "safeailab", "speculators")
 MAX_NUMBER = 1 << 40  # of any number; seeds of rows are 1,000,003 times the run's, and must fit 64 bits
+MAX_CANDIDATES = 256  # that readers take
 MAX_PROMPT_TOKENS = 48  # where rows leave room for them
 MEASURED = (SpecConfig(5, 4, 16), SpecConfig(5, 1, 6))  # draft trees that a finished head is measured with
 
@@ -69,7 +70,11 @@ def _check_kind(run: HeadRun) -> None:
             f"num_steps: expected at least {most} for kind={run.kind}, which is measured with {most} levels at the end, "
             f"got {run.num_steps}"
         )
-    owners = {"anchors": ("p-eagle", "dflash", "dspark"), "markov": ("dspark",), "markov_rank": ("dspark",)}
+    owners = {
+        "anchors": ("p-eagle", "dflash", "dflash2", "dspark"), "markov": ("dspark",), "markov_rank": ("dspark",),
+        "selector_rank": ("dflash2",), "candidates": ("dflash2",),
+        "draft_vocab_size": ("eagle3", "p-eagle", "dflash", "dspark"),
+    }  # fmt: skip
     for name, kinds in owners.items():
         if run.kind not in kinds and getattr(run, name) != HeadRun.__dataclass_fields__[name].default:
             raise ValueError(
@@ -90,6 +95,8 @@ class HeadRun:
     anchors: int = setting(32, "of the kinds that draft in one pass: places in each row from which a step drafts", least=1)
     markov: str = setting("vanilla", "of dspark: the kind of its Markov head", MARKOV)
     markov_rank: int = setting(64, "of dspark: the rank of its Markov head", least=1)
+    selector_rank: int = setting(64, "of dflash2: the rank of the tables by which it chooses among candidates", least=1)
+    candidates: int = setting(16, "of dflash2: the likeliest tokens of a place, among which it chooses", least=1)
     layout: str = setting("auto", "whose files the head has; auto: safeailab for eagle3, else speculators", LAYOUTS)
     draft_vocab_size: int = setting(0, "tokens that the head can propose; 0: the target's whole vocabulary", least=0)
     intermediate_size: int = setting(0, "width of the head's MLP; 0: the target's", least=0)
@@ -126,6 +133,8 @@ class HeadRun:
         least = max(spec.topk for spec in MEASURED)
         if self.draft_vocab_size and self.draft_vocab_size < least:
             raise ValueError(f"draft_vocab_size: expected 0 (the target's) or at least {least}, got {self.draft_vocab_size}")
+        if self.kind == "dflash2" and not least <= self.candidates <= MAX_CANDIDATES:
+            raise ValueError(f"candidates: expected {least} .. {MAX_CANDIDATES}, got {self.candidates}")
         if not 0.0 <= self.greedy_share <= 1.0:
             raise ValueError(f"greedy_share: expected a share between 0 and 1, got {self.greedy_share}")
 

@@ -25,6 +25,7 @@ CASES = [  # head, shape, settings
     ("p-eagle", (4, 2, 7), {"page_size": 4, "prefill_chunk": 5}),
     ("dflash", (4, 1, 5), {"page_size": 1}),
     ("dflash-mixed", (3, 4, 18), {"page_size": 4, "prefill_chunk": 5}),
+    ("dflash2", (3, 4, 18), {"page_size": 4, "prefill_chunk": 5}),
 ]
 
 assert {case[0] for case in CASES} - HEADS.keys() == {"eagle3", "eagle1"}  # the import makes the other heads known

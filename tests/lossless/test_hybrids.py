@@ -26,6 +26,7 @@ CASES = [
     ("qwen3_5_text", None, None, 4, 2, 1024),
     ("qwen3_next", "dflash", (4, 1, 5), 4, 2, 16),
     ("qwen3_5_text", "dspark", (4, 3, 12), 16, 3, 9),
+    ("qwen3_5_text", "dflash2", (5, 6, 32), 16, 3, 9),
     ("lfm2", "eagle3", (4, 4, 14), 4, 3, 7),
     ("lfm2_moe", "ngram", (5, 1, 6), 1, 2, 1),
     ("granitemoehybrid", "eagle3", (4, 4, 14), 4, 3, 7),

@@ -38,6 +38,7 @@ WORLDS: dict[str, tuple[str, str | None, dict[str, Any]]] = {
     "ring": ("mistral", "eagle3-window", {"spec": SpecConfig(3, 2, 8)}),
     "one pass": ("llama", "p-eagle", {"spec": SpecConfig("auto", 2, 6), "prefix_caching": True}),
     "one pass mixed": ("llama", "dflash-mixed", {"spec": SpecConfig(3, 3, 9)}),
+    "one pass chosen": ("qwen3", "dflash2", {"spec": SpecConfig("auto", 4, 12), "prefix_caching": True}),
     "ring auto": ("mistral", "eagle1-window", {"spec": SpecConfig("auto", 2, 8)}),
     "hybrid": ("qwen3_next", "eagle3", {"spec": SpecConfig(3, 4, 12)}),
     "hybrid auto": ("qwen3_5_text", "eagle1", {"spec": SpecConfig("auto", 2, 8)}),

@@ -98,7 +98,14 @@ def outputs(driver: Driver, trees: Trees) -> list[tuple[list[int], list[int]]]:
 @pytest.mark.parametrize("whole", [False, True], ids=["phases", "whole rounds"])
 @pytest.mark.parametrize(
     ("target", "kind"),
-    [("llama", "eagle3"), ("llama", "p-eagle"), ("llama", "dspark-rnn"), ("llama", "ngram"), ("qwen3_5_text", "eagle1")],
+    [
+        ("llama", "eagle3"),
+        ("llama", "p-eagle"),
+        ("llama", "dspark-rnn"),
+        ("llama", "dflash2"),
+        ("llama", "ngram"),
+        ("qwen3_5_text", "eagle1"),
+    ],
 )
 def test_warm_ups_change_nothing(zoo: Zoo, target: str, kind: str, whole: bool) -> None:
     """Keeps out: a tensor that a phase advances and that is missing among those that a capture restores: lengths, tokens that a

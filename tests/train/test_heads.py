@@ -36,7 +36,7 @@ from specdec.train.states import TargetStates, read_rows
 from specdec.train.unroll import draft_steps, head_loss
 
 ROW = [0, 290, 411, 35, 1020, 77, 512, 933, 64, 1500, 8, 271]
-BLOCKS = ["p-eagle", "dflash", "dspark"]
+BLOCKS = ["p-eagle", "dflash", "dflash2", "dspark"]
 LAYOUTS = [("eagle3", "safeailab"), ("eagle3", "speculators"), *((kind, "speculators") for kind in BLOCKS)]
 
 
@@ -77,12 +77,13 @@ def test_the_loss_of_unrolled_steps_is_that_of_its_definition(pair: SpecDecoder)
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_a_saved_head_over_blocks_is_the_head(kind: str, pair: SpecDecoder, tmp_path: Path) -> None:
     """Keeps out: keys or tensors of the export that say another head: layer ids, the row that drafts first, norms of heads."""
-    run = HeadRun(kind=kind, layers=2, width=48, longest_prompt=16, draft_vocab_size=300)
-    head = new_head(pair.model, (1, 13, 24), torch.arange(0, 900, 3), run)
+    is_whole = kind == "dflash2"  # such heads have the target's vocabulary
+    run = HeadRun(kind=kind, layers=2, width=48, longest_prompt=16, draft_vocab_size=0 if is_whole else 300)
+    head = new_head(pair.model, (1, 13, 24), torch.arange(2048) if is_whole else torch.arange(0, 900, 3), run)
     assert isinstance(head, PEagleHead | DFlashHead)
     torch.manual_seed(0)
     for name, weight in head.named_parameters():
-        if "norm" in name and "qk_norm" not in name:
+        if ("norm" in name and "qk_norm" not in name) or "conv" in name or "selector" in name:
             weight.copy_(1 + torch.randn(weight.shape))
     for module in head.modules():
         if isinstance(module, HeadsRMSNorm):  # one for all query heads, and one for all key heads
@@ -111,9 +112,12 @@ def test_a_saved_config_says_every_number_of_the_head(
 ) -> None:
     """Keeps out: a number of an export that is this pair's own by chance (epsilon of norms, rope, longest text), so that heads
     of other targets draft worse wherever they are read again."""
-    layers, more = 1 if kind == "eagle3" else 2, {"markov": "rnn"} if kind == "dspark" else {}
-    run = HeadRun(kind=kind, layers=layers, width=48, longest_prompt=16, draft_vocab_size=300, **more)
-    head = new_head(pair.model, (1, 13, 24), torch.arange(0, 900, 3), run)
+    more: dict[str, Any] = {"markov": "rnn"} if kind == "dspark" else {}
+    layers = 1 if kind == "eagle3" else 2
+    is_whole = kind == "dflash2"
+    more |= {"selector_rank": 24, "candidates": 9} if is_whole else {"draft_vocab_size": 300}
+    run = HeadRun(kind=kind, layers=layers, width=48, longest_prompt=16, **more)
+    head = new_head(pair.model, (1, 13, 24), torch.arange(2048) if is_whole else torch.arange(0, 900, 3), run)
     model = replace(head.config.model, rms_norm_eps=3e-7, max_position=321, rope=rope)
     block = head.config.block and replace(head.config.block, mask_id=29)
     head.config = replace(head.config, model=model, block=block)
@@ -122,7 +126,7 @@ def test_a_saved_config_says_every_number_of_the_head(
     not_of_heads = {name: getattr(read.model, name) for name in ("dtype", "eos_ids", "ends_by_file", "family")}
     own = replace(model, **not_of_heads)
     owns = kind == "p-eagle" or (kind, layout) == ("eagle3", "speculators")  # whose layout has embeddings in any case
-    ids = tuple(range(0, 900, 3))
+    ids = None if is_whole else tuple(range(0, 900, 3))
     assert read == replace(head.config, model=own, own_embeddings=owns, draft_ids=ids, format=layout)
 
 
@@ -139,8 +143,9 @@ def test_the_teacher_has_the_target_s_logits(family: str, tmp_path: Path) -> Non
 def test_a_head_of_a_target_without_rope_can_be_read(kind: str, layout: str, pair: SpecDecoder, tmp_path: Path) -> None:
     """Keeps out: a rope type of our own in the config of a head that was trained for OLMo Hybrid or Kimi Linear."""
     target = replace(pair.model.config, rope=RopeConfig(kind=NO_ROPE))
-    head = new_head(pair.model, (1, 13, 24), torch.arange(300), HeadRun(kind=kind, width=48, longest_prompt=16))
-    spec = spec_of(target, (1, 13, 24), 300, HeadRun(kind=kind, width=48, longest_prompt=16))
+    size = 2048 if kind == "dflash2" else 300
+    head = new_head(pair.model, (1, 13, 24), torch.arange(size), HeadRun(kind=kind, width=48, longest_prompt=16))
+    spec = spec_of(target, (1, 13, 24), size, HeadRun(kind=kind, width=48, longest_prompt=16))
     head.config = replace(head.config, model=replace(head.config.model, rope=spec.model.rope))
     save(head, tmp_path, layout, target_folder())
     assert open_head(tmp_path, target).parsed.spec.model.rope == RopeConfig()
@@ -200,7 +205,7 @@ def test_a_block_begins_where_a_token_comes_before_and_after() -> None:
 def test_unknown_tokens_of_a_block_are_read_as_an_end(pair: SpecDecoder) -> None:
     """Keeps out: a mask that texts hold too, so that a row of a block can't tell what is known."""
     config = replace(pair.model.config, eos_ids=(7, 9))
-    for kind, size in (("p-eagle", 5), ("dflash", 6), ("dspark", 5)):
+    for kind, size in (("p-eagle", 5), ("dflash", 6), ("dflash2", 6), ("dspark", 5)):
         for eos_ids, mask in (((7, 9), 7), ((), config.vocab_size - 1)):
             block = spec_of(replace(config, eos_ids=eos_ids), (1, 2), 300, HeadRun(kind=kind)).block
             assert block is not None and (block.mask_id, block.size) == (mask, size)

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.draft.block.dflash import DFlashHead, DSparkHead
+from specdec.draft.block.dflash2.head import DFlash2Head
 from specdec.draft.block.peagle import PEagleHead
 from specdec.draft.eagle.head import Eagle3Head
 from specdec.shipped import draft_folder, prompts_file, target_folder
@@ -104,7 +105,7 @@ def test_train_head_end_to_end_and_resumed(tmp_path: Path, capsys: pytest.Captur
 
 @pytest.mark.slow_cases
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "vocab"), [("p-eagle", 300), ("dflash", 0), ("dspark", 300)])
+@pytest.mark.parametrize(("kind", "vocab"), [("p-eagle", 300), ("dflash", 0), ("dflash2", 0), ("dspark", 300)])
 def test_heads_of_one_pass_are_trained_and_read_back(kind: str, vocab: int, tmp_path: Path) -> None:
     """Keeps out: a head whose files say another kind or sizes than what was trained, and one that nothing trains."""
     run = HeadRun(
@@ -123,13 +124,16 @@ def test_heads_of_one_pass_are_trained_and_read_back(kind: str, vocab: int, tmp_
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", ["p-eagle", "dflash", "dspark"])
+@pytest.mark.parametrize("kind", ["p-eagle", "dflash", "dflash2", "dspark"])
 def test_the_loss_of_a_block_is_that_of_its_definition(kind: str, pair: SpecDecoder) -> None:
     """Keeps out: a place that learns its neighbour's token, or a target's distribution of the token after the next."""
     torch.manual_seed(1)
-    ids_V, steps = torch.arange(0, 2048, 2), 5  # half of the vocabulary, so that some places do not count
+    # half of the vocabulary, so that some places do not count; a DFlash2 head always has all
+    ids_V, steps = torch.arange(0, 2048, 1 if kind == "dflash2" else 2), 5
     head = new_head(pair.model, (1, 13, 24), ids_V, HeadRun(kind=kind, width=48, longest_prompt=16))
     assert isinstance(head, PEagleHead | DFlashHead)
+    if isinstance(head, DFlash2Head):  # which leaves logits as they are at first
+        head.selector.successor.weight.normal_()
     row = torch.tensor([*ROW, -1, -1])
     seen = read_rows(pair.model, row[None], (1, 13, 24))
     weight_VH = pair.model.lm_head.rows(ids_V)
@@ -142,19 +146,27 @@ def test_the_loss_of_a_block_is_that_of_its_definition(kind: str, pair: SpecDeco
         is_spark = isinstance(head, DSparkHead)
         logits_SV = head.walk(hidden_1SH, torch.tensor([before]))[0]
         for i in range(min(steps, len(ROW) - 1 - anchor)):
-            if (token := ROW[anchor + 1 + i]) % 2:
+            token, of_all = ROW[anchor + 1 + i], len(ids_V) == 2048
+            if token % 2 and not of_all:
                 if is_spark:
                     break
                 continue
             p_V, log_V = target_TV[anchor + i], logits_SV[i].log_softmax(-1)
             value = -(p_V * log_V).sum()
+            if of_all:
+                kept_V = log_V > -torch.inf
+                unary_V = head.logits(hidden_1SH[0, i]).log_softmax(-1)
+                assert int(kept_V.sum()) == 16 and set(unary_V.topk(16).indices.tolist()) == set(
+                    kept_V.nonzero()[:, 0].tolist()
+                )
+                value = -(p_V * unary_V).sum() - (p_V * log_V)[kept_V].sum()
             if is_spark:
                 overlap = torch.minimum(p_V, log_V.exp()).sum()
                 estimate = head.confidences(hidden_1SH[0, i], head.markov.embed(torch.tensor(before[i]))).sigmoid()
                 unsure = -(overlap * estimate.log() + (1 - overlap) * (1 - estimate).log())
                 value = 0.1 * value + 0.9 * (1 - overlap) + unsure
             total[i].append(float(value))
-            right[i].append(float(logits_SV[i].argmax() == token // 2))
+            right[i].append(float(logits_SV[i].argmax() == (token if of_all else token // 2)))
     assert float(loss) == pytest.approx(sum(0.5**i * sum(values) / max(1, len(values)) for i, values in enumerate(total)), 1e-4)
     assert share_S.tolist() == pytest.approx([sum(values) / max(1, len(values)) for values in right])
 
@@ -170,7 +182,7 @@ def test_states_that_are_kept_are_those_of_a_pass(pair: SpecDecoder) -> None:
 
 WRONG = [
     ("texts", 0), ("longest_prompt", 300), ("greedy_share", 1.5), ("steps", 0), ("kind", "medusa"), ("layers", 2),
-    ("markov", "gated"), ("markov_rank", 8), ("anchors", 3), ("layout", "nemo"),
+    ("markov", "gated"), ("markov_rank", 8), ("anchors", 3), ("layout", "nemo"), ("selector_rank", 8), ("candidates", 4),
 ]  # fmt: skip
 
 
@@ -178,6 +190,15 @@ WRONG = [
 def test_head_runs_that_cannot_work_are_refused(field: str, value: float | str) -> None:
     with pytest.raises(ValueError, match=field):
         HeadRun(**{field: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("candidates", 3), ("candidates", 257), ("draft_vocab_size", 300), ("markov_rank", 8)]
+)
+def test_dflash2_runs_that_cannot_work_are_refused(field: str, value: int) -> None:
+    """Keeps out: fewer candidates than the measuring tree has branches, and a vocabulary that no layout can say."""
+    with pytest.raises(ValueError, match=field):
+        HeadRun(kind="dflash2", **{field: value})  # type: ignore[arg-type]
 
 
 def test_train_target_end_to_end(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any, get_args
 from specdec.draft.formats.body import aux_layers_of, check_features, head_layers, width_of_features
 from specdec.draft.formats.reading import HeadFiles, ParsedHead, PartNames
 from specdec.draft.formats.spec import BlockSpec, HeadSpec, MarkovKind
-from specdec.models.checkpoints.config_values import flag, whole
+from specdec.models.checkpoints.config_values import flag, number, whole
 from specdec.models.config import ModelConfig
 
 MAX_BLOCK, MAX_RANK = 256, 65536
@@ -128,15 +128,26 @@ def block_reading(
 ) -> ParsedHead:
     """What readers return.  own: fields of the spec that are not those of a head that shares all with its target."""
     check_windows(model, block.size, files.where)
+    kind = "dflash2" if block.selection else "dflash" if block.markov == "none" else "dspark"
     spec = HeadSpec(
         model,
-        "dflash" if block.markov == "none" else "dspark",
+        kind,
         features,
         width_of_features(files.raw, model.hidden_size, target, files.where),
         **{"draft_vocab_size": model.vocab_size, "own_lm_head": False, "format": name, "block": block, **own},
     )
     names = PartNames.numbered(model.num_layers)
     return ParsedHead(spec, names, {}, {**meanings, **block_meanings(model, block)})
+
+
+def numbers_of(raw: dict[str, Any], where: str) -> dict[str, Any]:
+    """The fields of a BlockSpec that scale embeddings and logits.  A softcap of null or 0 is none."""
+    capped = {"final_logit_softcapping": 0.0, **{key: value for key, value in raw.items() if value is not None}}
+    softcap = number(capped, "final_logit_softcapping", where, or_zero=True)
+    return {
+        "embedding_scale": number(raw, "input_embedding_scale", where, 1.0),
+        "logit_scale": number(raw, "output_multiplier", where, 1.0), "softcap": softcap or None,
+    }  # fmt: skip
 
 
 def block_meanings(model: ModelConfig, block: BlockSpec) -> dict[str, str]:
@@ -147,4 +158,6 @@ def block_meanings(model: ModelConfig, block: BlockSpec) -> dict[str, str]:
     counted = "the block's first row" if block.anchored_windows else "each row"
     drafts = "its own place, and the first row drafts nothing" if block.skips_anchor else "the place after it"
     meanings = {"rows of the block": f"a row drafts the token of {drafts}", "read of the block": reach}
+    if block.embedding_scale != 1:
+        meanings["input_embedding_scale"] = f"{block.embedding_scale}: factor of all rows of the block, as they are embedded"
     return meanings | ({"windows": f"counted back from {counted}"} if any(k.window for k in model.layer_kinds) else {})

@@ -1,8 +1,8 @@
-"""P-EAGLE, DFlash and DSpark heads of `speculators` (Red Hat, vLLM), by release: a config whose layer sizes are nested.
+"""P-EAGLE, DFlash, DFlash2 and DSpark heads of `speculators` (Red Hat, vLLM), by release: configs with nested layer sizes.
 
-Ids of the target's layers count the states of a forward pass, so id x is the output of layer x - 1.  In a DFlash or DSpark head
-full layers read their block in both directions always; layers with a window are causal unless `sliding_window_non_causal`, and
-all rows of a block read back to the same token.
+Ids of the target's layers count the states of a forward pass, so id x is the output of layer x - 1.  In heads over blocks of
+context full layers read their block in both directions always; layers with a window are causal unless
+`sliding_window_non_causal`, and all rows of a block read back to the same token.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from specdec.draft.block.formats import dflash2
 from specdec.draft.block.formats.common import (
     block_meanings,
     block_reading,
@@ -58,8 +59,8 @@ def _read_peagle(files: HeadFiles, target: ModelConfig | None) -> ParsedHead:
 
 
 def _read_block(files: HeadFiles, target: ModelConfig | None) -> ParsedHead:
-    raw, where, is_dspark = files.raw, files.where, files.raw[MARK] == "dspark"
-    release = release_of(raw, "dspark" if is_dspark else "dflash", where)
+    raw, where, kind = files.raw, files.where, files.raw[MARK]
+    release = release_of(raw, kind, where)
     check_proposals(raw, where)
     for key, first in (("sample_from_anchor", 7), ("sliding_window_non_causal", 6)):
         if raw.get(key) is None and release.oldest >= first:
@@ -73,11 +74,18 @@ def _read_block(files: HeadFiles, target: ModelConfig | None) -> ParsedHead:
     model = replace(model, layer_kinds=tuple(kinds), qk_norm=True)  # whatever family the sizes are called after
     causal = tuple(each and not flag(raw, "sliding_window_non_causal", where) for each in windowed)
     skips = not flag(raw, "sample_from_anchor", where)
-    found = correction_of(raw, where, None, None, None) if is_dspark else {}
+    found = correction_of(raw, where, None, None, None) if kind == "dspark" else {}
+    if kind == "dflash2":
+        dflash2.refuse_suffixed_tables(files)
+        found = dflash2.selection_of(raw, model, size, where, dflash2.SPECULATORS)
     if skips and found.get("markov") == "rnn":
         raise ValueError(f"{where}: markov_head_type rnn with sample_from_anchor false can't be run yet")
     block = BlockSpec(size, mask_id(raw, model, where), causal, skips, any(windowed), **found)
     draft_size = whole(raw, "draft_vocab_size", where, most=model.vocab_size)
+    if kind == "dflash2" and draft_size != model.vocab_size:
+        raise ValueError(
+            f"{where}: draft_vocab_size of a DFlash2 head must be the whole vocabulary, {model.vocab_size}, got {draft_size}"
+        )
     own: dict[str, Any] = {
         "draft_vocab_size": draft_size,
         "draft_ids": read_draft_ids(files, draft_size, model.vocab_size, t2d="must", full="must not"),

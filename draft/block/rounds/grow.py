@@ -1,12 +1,15 @@
-"""The best tree over tokens that were drafted independently of one another: one distribution for each level.
+"""The best tree over drafted levels: one distribution for each level, or one for each token of the level before.
 
-Every path through the levels' likeliest tokens is a node, whose score is the sum of the log-probabilities along it.  The tree
-has the best of all these nodes.  A node's score is at most its parent's, so the best nodes are a tree.  Ties go to the node of
-the shallower level, then to the one whose parent comes first in this order, then to the likelier token.
+Tokens that were drafted independently of one another have the former, and candidates of a DFlash2 head the latter: what may
+follow a node depends on its level and its token alone.  Every path through the levels' likeliest tokens is a node, whose score
+is the sum of the log-probabilities along it.  The tree has the best of all these nodes.  A node's score is at most its
+parent's, so the best nodes are a tree.  Ties go to the node of the shallower level, then to the one whose parent comes first in
+this order, then to the likelier token.
 
 Nodes stand in this order too, after the root.  This is pure tensor code; on a GPU it is one launch of grow_triton.py.
 
-Shapes: B sequences, S levels, K tokens of a level, N nodes with the root, M = N - 1, W nodes of a level that may be chosen.
+Shapes: B sequences, S levels, K children of a node, C tokens of a level, P rows of a level: C, or 1 where all nodes of the
+level before have the same children; N nodes with the root, M = N - 1, W nodes of a level that may be chosen.
 """
 
 from __future__ import annotations
@@ -22,27 +25,38 @@ MAX_KERNEL_NODES = 256  # threshold: one warp holds the places at which a tree m
 MIN_SCORE = -1e30  # in place of a score that is no number
 
 
-def best_paths(logp_BSK: Tensor, tokens_BSK: Tensor, root_B: Tensor, num_nodes: int) -> DraftTree:
+def best_paths(
+    logp: Tensor, tokens_BSC: Tensor, root_B: Tensor, num_nodes: int, children_BSPK: Tensor | None = None
+) -> DraftTree:
     """The tree of num_nodes nodes.
 
-    logp_BSK: float32, best first.  tokens_BSK: int64.  root_B: int64, the root's token.
+    logp: float32, best first: [B, S, K], or [B, S, P, K] with children.  tokens_BSC: int64.  root_B: int64, the root's token.
+    children_BSPK: int64, which tokens of a level these are, after each token of the level before (all rows of the first level
+    are the root's); None: its first ones.
     num_nodes: with at least as many paths as nodes below the root.
     """
-    max_depth = min(logp_BSK.shape[1], num_nodes - 1)
-    if num_nodes <= MAX_KERNEL_NODES and use_kernels(logp_BSK):
+    logp_BSPK = logp[:, :, None] if children_BSPK is None else logp
+    max_depth = min(logp_BSPK.shape[1], num_nodes - 1)
+    if num_nodes <= MAX_KERNEL_NODES and use_kernels(logp_BSPK):
         from specdec.draft.block.rounds.grow_triton import launch_best_paths
 
-        tokens_BN, parents_BN, kept_BN = launch_best_paths(logp_BSK, tokens_BSK, root_B, num_nodes)
+        tokens_BN, parents_BN, kept_BN = launch_best_paths(logp_BSPK, tokens_BSC, root_B, num_nodes, children_BSPK)
         return DraftTree(tokens_BN, parents_BN, max_depth, scores_BN=kept_BN)
-    (B, S, K), M = logp_BSK.shape, num_nodes - 1
-    logp_BSK = torch.where(logp_BSK >= MIN_SCORE, logp_BSK, MIN_SCORE)
-    beam_BW, scores, tokens, parents, start = logp_BSK.new_zeros(B, 1), [], [], [], -1
+    (B, S, P, K), M = logp_BSPK.shape, num_nodes - 1
+    logp_BSPK = torch.where(logp_BSPK >= MIN_SCORE, logp_BSPK, MIN_SCORE)
+    beam_BW, scores, tokens, parents, start = logp_BSPK.new_zeros(B, 1), [], [], [], -1
+    at_BW = torch.zeros(B, 1, dtype=torch.int64, device=root_B.device)  # which token of its level each node of the beam holds
     for level in range(S):
-        children_BC = (beam_BW[:, :, None] + logp_BSK[:, level, None]).flatten(1)
+        rows_BW1 = at_BW[..., None] if P > 1 else torch.zeros_like(at_BW)[..., None]
+        children_BC = (beam_BW[:, :, None] + logp_BSPK[:, level].take_along_dim(rows_BW1, 1)).flatten(1)
         width = beam_BW.shape[1]
         beam_BW, chosen_BW = stable_topk(children_BC, min(M, children_BC.shape[1]))
+        if children_BSPK is None:
+            at_BW = chosen_BW % K
+        else:
+            at_BW = children_BSPK[:, level].take_along_dim(rows_BW1, 1).flatten(1).gather(1, chosen_BW)
         scores.append(beam_BW)
-        tokens.append(tokens_BSK[:, level].gather(1, chosen_BW % K))
+        tokens.append(tokens_BSC[:, level].gather(1, at_BW))
         parents.append(start + chosen_BW // K)  # by number among all levels' nodes; the root is -1
         start += 1 if start < 0 else width
     best_scores_BM, best_BM = stable_topk(torch.cat(scores, dim=1), M)

@@ -6,7 +6,10 @@ taken child.  All other nodes come after one of these in the order, so the best 
 A node's key has two halves: its score, and its level, its parent's number and its rank among its siblings, inverted.  So the
 largest key is the first node in the order.  Halves have 32 bits, of which a warp finds the largest with one instruction.
 
-Shapes: B sequences, S levels, K tokens of a level, N nodes with the root, F places of the frontier.
+Each place of the frontier also knows the row of its level that its parent's token has, where parents' children differ.
+
+Shapes: B sequences, S levels, K children of a node, C tokens of a level, P rows of a level (C, or 1), N nodes with the root, F
+places of the frontier.
 """
 
 from __future__ import annotations
@@ -37,8 +40,9 @@ def _logp(logp, at):
 
 @triton.jit(do_not_specialize=["levels", "num_nodes"])
 def best_paths_kernel(
-    logp,  # [B, S, K] float32
-    token,  # [B, S, K] int64
+    logp,  # [B, S, P, K] float32
+    child,  # [B, S, P, K] int64, if P > 1: the token of the level that each child is
+    token,  # [B, S, C] int64
     root,  # [B] int64
     tokens,  # [B, N] int64
     parents,  # [B, N] int64
@@ -46,13 +50,16 @@ def best_paths_kernel(
     levels,  # S
     num_nodes,  # N
     K: tl.constexpr,
+    C: tl.constexpr,
+    P: tl.constexpr,
     PADDED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     b = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, PADDED)
-    logp += b * levels * K
-    token += b * levels * K
+    logp += b * levels * P * K
+    child += b * levels * P * K
+    token += b * levels * C
     tokens += b * num_nodes
     parents += b * num_nodes
     scores += b * num_nodes
@@ -66,6 +73,7 @@ def best_paths_kernel(
     score_F = tl.where(place == 0, ordered_32(_logp(logp, 0)), LOWEST_32)
     place_F = tl.where(place == 0, _place(none, none, none), -1)
     base_F = tl.zeros([PADDED], tl.int32)  # the bits of the score of each place's parent
+    row_F = tl.zeros([PADDED], tl.int32)
     for number in range(1, num_nodes):
         best = tl.max(score_F, 0)
         first = tl.max(tl.where(score_F == best, place_F, -1), 0)
@@ -74,28 +82,38 @@ def best_paths_kernel(
         score = (best ^ ((best >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
         ties = TIES - first
         level, parent, rank = ties // LEVEL, (ties % LEVEL) // PARENT, ties % PARENT
-        tl.store(tokens + number, tl.load(token + level * K + rank))
+        row, at = none, rank
+        if P > 1:
+            row = tl.sum(tl.where(is_best_F, row_F, 0), 0)
+            at = tl.load(child + (level * P + row) * K + rank).to(tl.int32)
+        tl.store(tokens + number, tl.load(token + level * C + at))
         tl.store(parents + number, parent.to(tl.int64))
         tl.store(scores + number, score)
         has_next, goes_on = rank + 1 < K, level + 1 < levels
-        sibling = base + _logp(logp, tl.where(has_next, level * K + rank + 1, 0))
-        child = score + _logp(logp, tl.where(goes_on, (level + 1) * K, 0))
+        below = at if P > 1 else none
+        sibling = base + _logp(logp, tl.where(has_next, (level * P + row) * K + rank + 1, 0))
+        deeper = score + _logp(logp, tl.where(goes_on, ((level + 1) * P + below) * K, 0))
         score_F = tl.where(is_best_F, tl.where(has_next, ordered_32(sibling), LOWEST_32), score_F)
         place_F = tl.where(is_best_F, tl.where(has_next, _place(level, parent, rank + 1), -1), place_F)
         is_new_F = place == number
-        score_F = tl.where(is_new_F, tl.where(goes_on, ordered_32(child), LOWEST_32), score_F)
+        score_F = tl.where(is_new_F, tl.where(goes_on, ordered_32(deeper), LOWEST_32), score_F)
         place_F = tl.where(is_new_F, tl.where(goes_on, _place(level + 1, number, none), -1), place_F)
         base_F = tl.where(is_new_F, score.to(tl.int32, bitcast=True), base_F)
+        row_F = tl.where(is_new_F, below, row_F)
 
 
-def launch_best_paths(logp_BSK: Tensor, tokens_BSK: Tensor, root_B: Tensor, num_nodes: int) -> tuple[Tensor, Tensor, Tensor]:
+def launch_best_paths(
+    logp_BSPK: Tensor, tokens_BSC: Tensor, root_B: Tensor, num_nodes: int, children_BSPK: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """`grow.best_paths`: (tokens_BN, parents_BN), int64, and scores_BN, float32."""
-    B, S, K = logp_BSK.shape
-    assert logp_BSK.is_contiguous() and tokens_BSK.is_contiguous() and root_B.is_contiguous()
+    B, S, P, K = logp_BSPK.shape
+    assert logp_BSPK.is_contiguous() and tokens_BSC.is_contiguous() and root_B.is_contiguous()
+    assert P == 1 if children_BSPK is None else children_BSPK.is_contiguous() and children_BSPK.shape == logp_BSPK.shape
     tokens_BN, parents_BN = (torch.empty(B, num_nodes, dtype=torch.int64, device=root_B.device) for _ in range(2))
     scores_BN = torch.empty(B, num_nodes, dtype=torch.float32, device=root_B.device)
     best_paths_kernel[(B,)](
-        logp_BSK, tokens_BSK, root_B, tokens_BN, parents_BN, scores_BN, S, num_nodes,
-        K=K, PADDED=max(32, triton.next_power_of_2(num_nodes)), num_warps=1, **chained(root_B.device),
+        logp_BSPK, tokens_BSC if children_BSPK is None else children_BSPK, tokens_BSC, root_B, tokens_BN, parents_BN,
+        scores_BN, S, num_nodes, K=K, C=tokens_BSC.shape[2], P=P, PADDED=max(32, triton.next_power_of_2(num_nodes)),
+        num_warps=1, **chained(root_B.device),
     )  # fmt: skip
     return tokens_BN, parents_BN, scores_BN

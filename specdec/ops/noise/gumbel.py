@@ -74,6 +74,11 @@ class Noise(NamedTuple):
     cutoff_weight: float = 0.0
     filters: Filters | None = None
 
+    @property
+    def logit_weights(self) -> Tensor:
+        """[B] float32: the factor of each sequence's logits."""
+        return torch.full_like(self.temperature_B, self.logit_weight).where(self.temperature_B > 0, 1.0)
+
     def at(self, ahead: int) -> Noise:
         """The noise of tokens at position lens_B + ahead."""
         return self._replace(ahead=ahead)
@@ -100,8 +105,7 @@ def perturb(
     if offsets_V is not None:
         tokens_W = tokens_W + offsets_V[first : first + W]
     noise_BW = token_noise(noise.seed_B, noise.lens_B.long() + noise.ahead, tokens_W)
-    temperature_B1 = noise.temperature_B[:, None]
-    weight_B1 = torch.full_like(temperature_B1, noise.logit_weight).where(temperature_B1 > 0, 1.0)
+    temperature_B1, weight_B1 = noise.temperature_B[:, None], noise.logit_weights[:, None]
     added_BW = noise_BW * (temperature_B1 * noise.noise_weight)
     logits_RW = logits_RW.float()
     if cutoff_R is not None:

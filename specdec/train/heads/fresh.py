@@ -8,14 +8,17 @@ Shapes: V draft vocabulary, Q query heads, K key and value heads, D head dimensi
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
+from specdec.draft.block.dflash2.convolution import SublayerConvolution
+from specdec.draft.block.dflash2.selector import CandidateSelector
 from specdec.draft.formats.empty import class_of
-from specdec.draft.formats.spec import KINDS, BlockSpec, HeadSpec, MarkovKind
+from specdec.draft.formats.spec import KINDS, BlockSpec, HeadSpec, MarkovKind, Selection, SlotConvolution
 from specdec.draft.head import DraftHead
 from specdec.models.causal_lm import CausalLM
 from specdec.models.checkpoints.loader import build
@@ -24,6 +27,8 @@ from specdec.models.layers import Embedding, HeadsRMSNorm, RMSNorm, SelfAttentio
 from specdec.models.linear import Linear
 from specdec.models.target import Target
 from specdec.train.settings import HeadRun
+
+TAPS, GROUP = 2, 16  # of the convolutions of published DFlash2 heads
 
 
 def new_head(model: Target, aux_layers: tuple[int, ...], draft_ids_V: Tensor, run: HeadRun) -> DraftHead:
@@ -79,9 +84,11 @@ def spec_of(config: ModelConfig, aux_layers: tuple[int, ...], vocab: int, run: H
     if run.kind == "eagle3":
         return spec
     mask = config.eos_ids[0] if config.eos_ids else config.vocab_size - 1  # as a row's input it can't come before an end
-    block = BlockSpec(run.num_steps + (run.kind == "dflash"), mask, (run.kind == "p-eagle",) * run.layers)
-    if run.kind == "dflash":
-        block = replace(block, skips_anchor=True)
+    skips = run.kind in ("dflash", "dflash2")
+    block = BlockSpec(run.num_steps + skips, mask, (run.kind == "p-eagle",) * run.layers, skips)
+    if run.kind == "dflash2":
+        group = math.gcd(config.hidden_size, GROUP)
+        block = replace(block, convolution=SlotConvolution(TAPS, group), selection=Selection(run.candidates, run.selector_rank))
     if run.kind == "dspark":
         block = replace(block, markov=cast(MarkovKind, run.markov), markov_rank=run.markov_rank, confidence="markov")
     owns = run.kind == "p-eagle"
@@ -92,12 +99,19 @@ def _fill(module: nn.Module, name: str, generator: torch.Generator) -> None:
     """Random matrices, norms of 1.  What a head shares with its target has no module of its own yet, or one to be copied."""
     if name in ("embed_tokens", "lm_head"):
         return
-    if isinstance(module, Linear):
+    if isinstance(module, SublayerConvolution):  # which leaves rows as they are
+        module.base_kernel.zero_()[:, 0] = 1.0
+    elif isinstance(module, CandidateSelector):  # which leaves logits as they are
+        module.predecessor.weight.normal_(generator=generator)
+        module.successor.weight.zero_()
+    elif name.endswith("kernel_projection") and isinstance(module, Linear) and module.weight is not None:
+        module.weight.zero_()
+    elif isinstance(module, Linear):
         assert module.weight is not None
         module.weight.normal_(std=0.02, generator=generator)
         if module.bias is not None:
             module.bias.zero_()
-    elif isinstance(module, Embedding):
+    elif isinstance(module, Embedding) and not name.startswith("selector."):
         module.weight.normal_(std=0.02, generator=generator)
     elif isinstance(module, RMSNorm):
         module.weight.fill_(1.0)

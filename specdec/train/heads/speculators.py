@@ -14,7 +14,7 @@ from specdec.draft.formats.reading import PartNames
 from specdec.draft.head import DraftHead
 from specdec.train.heads.safeailab import vocabulary_map
 
-NAMES = {"eagle3": "eagle3", "p-eagle": "peagle", "dflash": "dflash", "dspark": "dspark"}
+NAMES = {"eagle3": "eagle3", "p-eagle": "peagle", "dflash": "dflash", "dflash2": "dflash2", "dspark": "dspark"}
 
 
 class Verifier(NamedTuple):
@@ -63,6 +63,12 @@ def config_of(head: DraftHead, rope: dict[str, Any], verifier: Verifier) -> dict
         "aux_hidden_state_layer_ids": ids, "block_size": block.size, "sample_from_anchor": not block.skips_anchor,
         "sliding_window_non_causal": False,
     }  # fmt: skip
+    if block.selection is not None:
+        taps, group = block.convolution or (0, 0)
+        raw |= {
+            "conv_kernel_size": taps, "conv_group_size": group, "selector_rank": block.selection.rank,
+            "selector_top_k": block.selection.candidates,
+        }  # fmt: skip
     if block.markov != "none":
         raw |= {
             "markov_rank": block.markov_rank, "markov_head_type": block.markov,

@@ -19,6 +19,7 @@ from toolkit.heads.writers import save
 from toolkit.models import Zoo
 
 from specdec.draft.block.dflash import DFlashHead, DSparkHead
+from specdec.draft.block.dflash2.head import DFlash2Head
 from specdec.draft.block.formats.common import default_features
 from specdec.draft.block.peagle import PEagleHead
 from specdec.draft.formats.open import HowToRead, open_head
@@ -29,6 +30,7 @@ CPU, F64 = torch.device("cpu"), torch.float64
 PEAGLE = dict(kind="p-eagle", skips=False, own_embeddings=True, own_lm_head=True, qk_norm=False, draft_vocab=26)
 DSPARK = dict(kind="dspark", skips=False, rank=6, markov="vanilla")
 PRUNED = dict(draft_vocab=26, own_lm_head=True)
+DFLASH2: dict[str, Any] = dict(kind="dflash2", rank=6)
 COPIES = dict(own_embeddings=True, own_lm_head=True)
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("speculators", dict(PEAGLE, layers=3, feature_norm="joint", before_residual=True)),
@@ -47,6 +49,30 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("modelopt", dict(DSPARK, markov="rnn", confidence="markov")),
     ("speculators", {**DSPARK, **PRUNED, "markov": "rnn", "confidence": "hidden"}),
     ("speculators", {**DSPARK, "skips": True}),
+    ("z-lab", dict(windows=(6, None), causal=(True, False))),  # without is_causal
+    ("z-lab", dict(windows=(6, None), causal=(True, True), more={"is_causal": True})),
+    ("z-lab", dict(windows=(6, None), more={"architectures": ["Qwen3DFlashDraftModel"]})),
+    ("z-lab", dict(embedding_scale=2.5, logit_scale=0.3, softcap=1.5)),
+    ("z-lab", dict(DFLASH2, windows=(5, 5), more={"is_causal": False}, embedding_scale=0.4, logit_scale=2.0, softcap=4.0)),
+    ("z-lab", dict(  # the other keys of z-lab's published configs
+        DFLASH2, windows=(5, 5), softcap=20.0, logit_scale=0.196,
+        more={
+            "is_causal": False, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3, "dtype": "bfloat16",
+            "use_cache": False, "rope_parameters": {"rope_theta": 3000.0, "rope_type": "default"},
+            "transformers_version": "5.15.0",
+        },
+    )),
+    ("z-lab", dict(DFLASH2, windows=(None, 5), causal=(False, True), taps=4, group=16, candidates=40)),
+    ("z-lab", dict(DFLASH2, taps=0, more={"architectures": ["MiniMaxDFlash2DraftModel"]})),
+    ("z-lab", dict(DFLASH2, taps=1, more={"architectures": ["DFlash2BeamDraftModel"]})),
+    ("z-lab", dict(
+        kind="dflash2", group=16, rank=256, candidates=16,
+        more={"architectures": ["Qwen3DFlash2DraftModel"], "is_causal": False},
+        nested={"block_size": 4, "final_logit_softcapping": None, "output_multiplier": 1.0, "input_embedding_scale": 1.0,
+                "conv_kernel_size": None, "conv_group_size": None, "selector_rank": None, "selector_top_k": None},
+    )),
+    ("speculators", dict(DFLASH2, windows=(5, None), rule="anchor")),
+    ("speculators", dict(DFLASH2, taps=3, candidates=3, skips=False, qk_norm=True)),
 ]  # fmt: skip
 
 
@@ -62,7 +88,8 @@ def test_reading_back(zoo: Zoo, tmp_path: Path, layout: str, options: dict[str, 
     spec, block = opened.parsed.spec, opened.parsed.spec.block
     assert block is not None and (spec.format, opened.format.name) == (layout, layout)
     assert (spec.kind, spec.aux_layers, block.mask_id, block.skips_anchor) == (o.kind, o.aux, o.mask, o.skips)
-    assert (block.markov, block.markov_rank, block.confidence) == (o.markov, o.rank, o.confidence)
+    rank = block.markov_rank if block.selection is None else block.selection.rank
+    assert (block.markov, rank, block.confidence) == (o.markov, o.rank, o.confidence)
     head = build_head(opened, target, 64, CPU, F64)
     assert isinstance(head, PEagleHead | DFlashHead)
 
@@ -75,9 +102,11 @@ def test_reading_back(zoo: Zoo, tmp_path: Path, layout: str, options: dict[str, 
     for hidden, anchor in zip(drawn, anchors, strict=True):
         want = parts.drafts(features, ids.tolist(), anchor, steps, embed)
         before = torch.randint(40, (1, steps), generator=generator)
-        if isinstance(head, DSparkHead):
+        torch.testing.assert_close(hidden, want, rtol=1e-5, atol=2e-5)
+        if isinstance(head, DFlash2Head):
             got = head.walk(hidden[None], before)[0]
-            torch.testing.assert_close(hidden, want, rtol=1e-5, atol=2e-5)
+        elif isinstance(head, DSparkHead):
+            got = head.walk(hidden[None], before)[0]
             if o.confidence != "none":
                 estimates = head.confidences(hidden, head.markov.embed(before[0]))
                 torch.testing.assert_close(estimates, parts.confidences(want, before[0].tolist()), rtol=1e-5, atol=2e-5)
@@ -86,7 +115,7 @@ def test_reading_back(zoo: Zoo, tmp_path: Path, layout: str, options: dict[str, 
         torch.testing.assert_close(got, parts.logits(want, lm_head, before[0].tolist()), rtol=1e-5, atol=5e-5)
 
 
-@pytest.mark.parametrize("case", [0, 9, 10, 14, 15], ids=lambda i: str(CASES[i])[:70])
+@pytest.mark.parametrize("case", [0, 9, 10, 14, 15, -1, -2], ids=lambda i: str(CASES[i])[:70])
 def test_exported_heads_are_read_back(zoo: Zoo, tmp_path: Path, case: int) -> None:
     """Keeps out: a trained head whose files hold other weights, or mean another block."""
     layout, options = CASES[case]

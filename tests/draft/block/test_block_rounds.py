@@ -33,6 +33,8 @@ TEXTS = [  # target, head, shape, settings
     ("mistral", "dflash-mixed", (3, 1, 4), {"page_size": 4}),
     ("qwen3", "p-eagle-window", (3, 3, 12), {"page_size": 4, "prefill_chunk": 5}),
     ("qwen2", "dspark-rnn", ("auto", 1, 5), {"page_size": 1}),
+    ("qwen3", "dflash2", ("auto", 3, 12), {"page_size": 4, "prefix_caching": True}),
+    ("llama", "dflash2-anchored", (5, 1, 6), {"page_size": 4, "prefill_chunk": 5}),
 ]
 
 
@@ -64,6 +66,9 @@ TREES = [  # target, head, shape, page size, batch
     ("llama", "dflash-mixed", (3, 4, 18), 16, 1),
     ("llama", "dspark", (4, 3, 16), 4, 2),
     ("llama", "dspark-gated", (4, 1, 5), 4, 2),
+    ("llama", "dflash2", (5, 6, 32), 4, 3),
+    ("qwen3", "dflash2-anchored", (5, 3, 16), 1, 2),
+    ("llama", "dflash2", (4, 1, 5), 1, 2),
 ]
 
 
@@ -121,7 +126,7 @@ def stop(alone: AlonePath, path: tuple[int, ...]) -> float:
     return STOPPED if sure < STOP_BELOW else 0.0
 
 
-@pytest.mark.parametrize("head", ["p-eagle", "dflash-pruned", "dspark"])
+@pytest.mark.parametrize("head", ["p-eagle", "dflash-pruned", "dflash2", "dspark"])
 def test_ranks_share_a_head(zoo: Zoo, head: str) -> None:
     """Keeps out: terms of a rank that are not added up, a vocabulary's run taken for the whole; caches hold NaN where nothing
     was written.
@@ -191,7 +196,10 @@ def test_more_steps_than_rows_are_refused(zoo: Zoo) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("graphs", ["round", "step", False], ids=str)
-@pytest.mark.parametrize(("head", "shape"), [("p-eagle", (4, 1, 5)), ("dflash", (5, 3, 16)), ("dspark", (4, 3, 16))], ids=str)
+@pytest.mark.parametrize(("head", "shape"), [
+    ("p-eagle", (4, 1, 5)), ("dflash", (5, 3, 16)), ("dspark", (4, 3, 16)), ("dflash2", (5, 4, 24)),
+    ("dflash2-anchored", (5, 1, 6)),
+], ids=str)  # fmt: skip
 def test_captured_rounds(zoo: Zoo, head: str, shape: tuple[int, int, int], graphs: Any) -> None:
     """Keeps out: a block that a replay puts where its capture stood."""
     settings: dict[str, Any] = {"device": "cuda", "cuda_graphs": graphs, "prefix_caching": True, "max_batch_size": 3}
@@ -209,7 +217,7 @@ def test_captured_rounds(zoo: Zoo, head: str, shape: tuple[int, int, int], graph
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("head", ["p-eagle", "dflash-pruned", "dspark-rnn"])
+@pytest.mark.parametrize("head", ["p-eagle", "dflash-pruned", "dspark-rnn", "dflash2"])
 def test_trees_in_bf16(zoo: Zoo, head: str) -> None:
     """Keeps out: what runs in bfloat16 alone: kernels that a float32 head never takes."""
     settings: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "max_batch_size": 2}

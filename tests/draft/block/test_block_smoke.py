@@ -55,7 +55,7 @@ class OneDraft(BlockLook):
         return 1
 
 
-@pytest.mark.parametrize("name", ["dspark", "dflash-causal"])
+@pytest.mark.parametrize("name", ["dspark", "dflash2", "dflash-causal"])
 def test_misreadings_of_blocks_are_named(zoo: Zoo, name: str) -> None:
     """The target is taken to choose what the head drafts when it is read right; so each misreading must be seen as one."""
     folder = zoo.target("llama")
@@ -81,4 +81,4 @@ def test_misreadings_of_blocks_are_named(zoo: Zoo, name: str) -> None:
         assert found is not None and found.accepted < 0.7
         is_clear = found.accepted * MIN_RATIO <= sound
         assert found.better is not None and said in found.better[0] if is_clear else found.better is None, found
-        assert is_clear or (name, said) == ("dflash-causal", "hidden_norm and norm")  # where a third of the drafts is lost
+        assert is_clear or (name != "dspark" and said == "hidden_norm and norm")  # where a third of the drafts is lost

@@ -73,7 +73,7 @@ def check_kernel(logp_BSK: Tensor, tokens_BSK: Tensor, N: int) -> None:
     root_B = torch.arange(len(logp_BSK))
     want = best_paths(logp_BSK, tokens_BSK, root_B, N)
     device: Any = "cuda" if torch.cuda.is_available() else "cpu"
-    got = launch_best_paths(logp_BSK.to(device), tokens_BSK.to(device), root_B.to(device), N)
+    got = launch_best_paths(logp_BSK[:, :, None].to(device), tokens_BSK.to(device), root_B.to(device), N)
     assert torch.equal(got[0].cpu(), want.tokens_BN) and torch.equal(got[1].cpu(), want.parents_BN)
     assert want.scores_BN is not None and torch.equal(got[2].cpu(), want.scores_BN)
 

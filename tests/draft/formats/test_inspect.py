@@ -69,7 +69,7 @@ def test_what_is_no_head(zoo: Zoo, tmp_path: Path, capsys: pytest.CaptureFixture
 def test_other_kinds_are_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Keeps out: a head of another kind that is taken for an EAGLE head with tensors too many."""
     config, tensors = WRITERS["specforge"](random_parts(Options()))
-    for number, (name, kind) in enumerate((("candidate_selector.x", "DFlash2"), ("prefix_gru.x", "Domino"))):
+    for number, (name, kind) in enumerate((("lilicorr_x", "LiLiCorr"), ("prefix_gru.x", "Domino"))):
         save(tmp_path / str(number), (config, {**tensors, name: tensors["norm.weight"].clone()}))
         assert main(["inspect", str(tmp_path / str(number))]) == 2
         assert f"is that of a {kind} head, which can't be run yet" in capsys.readouterr().err
@@ -77,5 +77,5 @@ def test_other_kinds_are_refused_by_name(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_doctor_names_every_layout_and_kind() -> None:
     assert [name for name, _ in drafter_rows()] == [*dict.fromkeys((*WRITERS, *BLOCK_WRITERS)), "model", "mtp", "ngram"]
-    assert "P-EAGLE, DFlash, DSpark" in dict(drafter_rows())["speculators"]
+    assert "P-EAGLE, DFlash, DFlash2, DSpark" in dict(drafter_rows())["speculators"]
     assert "EAGLE-3.1" in dict(drafter_rows())["specforge"]

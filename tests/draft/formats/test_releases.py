@@ -22,6 +22,7 @@ from specdec.attention.eager.dense import DenseAttention
 from specdec.attention.kinds import LayerKind
 from specdec.cli.entry import main
 from specdec.draft.block.dflash import DFlashHead, DSparkHead
+from specdec.draft.block.dflash2.head import DFlash2Head
 from specdec.draft.block.peagle import PEagleHead
 from specdec.draft.eagle.head import EagleHead
 from specdec.draft.formats.open import open_head
@@ -94,7 +95,8 @@ def test_heads_compute_what_their_release_meant(target: Target, tmp_path: Path, 
     (drawn,) = head.drafts(features[None], ids[None], torch.tensor([[2, 5, 8]]), steps)
     for hidden, anchor in zip(drawn, (2, 5, 8), strict=True):
         wanted, before = parts.drafts(features, ids.tolist(), anchor, steps, embed), ids[anchor : anchor + steps]
-        logits = head.walk(hidden[None], before[None])[0] if isinstance(head, DSparkHead) else head.logits(hidden)
+        walks = isinstance(head, DSparkHead | DFlash2Head)
+        logits = head.walk(hidden[None], before[None])[0] if walks else head.logits(hidden)
         torch.testing.assert_close(logits, parts.logits(wanted, lm_head, before.tolist()), rtol=1e-5, atol=5e-5)
 
 

@@ -27,6 +27,7 @@ KINDS = [  # target, drafter, shape
     ("llama", "ngram", (3, 3, 10)),
     ("llama", "p-eagle", (4, 1, 5)),
     ("llama", "dspark", (4, 3, 14)),
+    ("llama", "dflash2", (4, 3, 14)),
     ("mimo", "mtp", (3, 2, 8)),
 ]
 

@@ -20,6 +20,7 @@ NEVER_WRITTEN = {  # by kernels: arguments that may be read through L1 before a 
     "many_rows": "table weight",
     "chain_step": "w2",
     "chunk_convolution": "bias weight",
+    "convolve_add_norm": "weight",
     "corrected_logits": "w2",
     "gated_norm": "weight",
     "fill_pairs": "mask",  # a row of the drafter's weights

@@ -3,6 +3,8 @@
 Shapes: M rows, K in, N out, F of a gated pair.
 """
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -149,6 +151,14 @@ def test_tiles_are_ones_that_a_hopper_runs(dtype: torch.dtype) -> None:
                             assert kind == H200 and N % 8 == K % 8 == 0 and tiles.splits <= -(-K // tiles.block_k)
 
 
+def test_small_weights_are_shared_by_programs() -> None:
+    """Keeps out: DFlash2's kernels [1024, 4096] and gates [256, 4096] read by 64 programs of two warps, or by 16."""
+    for (N, K), M in itertools.product(((1024, 4096), (256, 4096), (1664, 6656)), (9, 16, 40, 64)):
+        tiles = product_tiles(M, N, K, torch.bfloat16, False, H200)
+        assert tiles is not None and tiles.kernel == "stream_hopper" and tiles.splits == 4
+        assert tiles.block_m >= M and tiles.shared_bytes(2) <= 232_448
+
+
 def test_no_wave_of_programs_is_nearly_empty() -> None:
     """Keeps out: the tiles of Qwen3.5-27B's MLP falling back to 80 programs on 132 SMs, and to a third wave of 16."""
     for M in (1, 6, 32, 64):
@@ -234,7 +244,7 @@ MODEL = [(6144, 4096, False), (4096, 4096, False), (28672, 4096, True), (4096, 1
 @pytest.mark.parametrize("M", [1, 6, 8, 10, 16, 32, 48, 60, 64, 65, 100, 128, 129, 160, 192, 250, 1020, 2300])
 def test_real_shapes_on_a_gpu(M: int, dtype: torch.dtype) -> None:
     """Keeps out: tiles of the policy that are wrong or too large on the machine they are for."""
-    for N, K, gated in MODEL:
+    for N, K, gated in [*MODEL, (1024, 4096, False), (256, 4096, False)]:
         x, weight = rand(M, K, dtype=dtype), (torch.randn(N, K, device=DEVICE) * K**-0.5).to(dtype)
         bias = rand(N, dtype=dtype) if N == 6144 else None
         with torch.no_grad():

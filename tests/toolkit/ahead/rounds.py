@@ -11,6 +11,8 @@ from specdec.attention.pages import PageTable
 from specdec.batch.emitted import NewTokens
 from specdec.batch.masks import BitMasks, masked_logits
 from specdec.batch.tree import DraftTree
+from specdec.draft.block.dflash2.children_triton import launch_best_children
+from specdec.draft.block.dflash2.convolve_triton import launch_convolve, launch_convolve_add_norm
 from specdec.draft.block.rounds.correct_triton import launch_corrected_logits, launch_greedy_chain
 from specdec.draft.block.rounds.grow_triton import launch_best_paths
 from specdec.draft.block.rounds.pairs_triton import launch_fill_pairs
@@ -30,6 +32,7 @@ from specdec.ops.noise.cutoff import cutoffs
 from specdec.ops.noise.filters import Filters
 from specdec.ops.noise.gumbel import Noise, gumbel_noise, perturb
 from specdec.ops.noise.sample import sampled_tokens
+from specdec.ops.products.partials import Partials
 from specdec.ops.topk import greedy_tokens, top_tokens
 from specdec.parallel.scan_triton import launch_scan_ranks
 from specdec.parallel.symmetric.flat_triton import launch_flat
@@ -91,7 +94,11 @@ def drafting() -> None:
             for offsets in (None, ids(32000)):
                 launch_expand(candidates, 2, beam, halves(B * K, 32000), offsets)
             launch_best_nodes(candidates, ids(B), 60)
-            launch_best_paths(floats(B, 7, K), ids(B, 7, K), ids(B), 60)
+            launch_best_paths(floats(B, 7, 1, K), ids(B, 7, K), ids(B), 60)
+        codebook, selecting = halves(VOCABULARY, 256), (floats(B, 7, 16), ids(B, 7, 16), ids(B), halves(B, 7, 256))
+        for K in (1, 8):
+            launch_best_children(*selecting, codebook, codebook, K)
+            launch_best_paths(floats(B, 7, 16, K), ids(B, 7, 16), ids(B), 32, ids(B, 7, 16, K))
             own = PageTable(counts(B, 512), PAGE)
             launch_fork(own, counts(B), ids(B, K), halves(B, HIDDEN), counts(B, 0))
             launch_fork(own, counts(B), ids(B, K), halves(B * K, HIDDEN), counts(B * K, 3))
@@ -100,6 +107,10 @@ def drafting() -> None:
             w1, w2, offsets = halves(VOCABULARY, rank), halves(32000, rank), ids(32000)
             launch_corrected_logits(halves(B, 32000), ids(B * 8), w1, w2)
             launch_greedy_chain(halves(B, 7, 32000), ids(B), w1, w2, offsets)
+    x, own, base = halves(16, HIDDEN), halves(16, 4 * (HIDDEN // 16)), halves(2, 2, HIDDEN)
+    launch_convolve(x, own, base, 0, 8, halves(6, HIDDEN))
+    for delta in (x, Partials(floats(3, 16, HIDDEN), x.dtype)):
+        launch_convolve_add_norm(x, delta, own, base, 8, halves(HIDDEN), 1e-5)
     launch_fill_pairs(ids(8, 6), ids(8), halves(8, 6, HIDDEN), 5, halves(1, HIDDEN), 12)
     launch_block_tables(pages, counts(8), counts(8), ids(8, 6), ids(8), 16, 5)
     launch_match_keys(PagedTexts(counts(1 << 16), pages, counts(8), None), 8)

@@ -7,6 +7,7 @@ Shapes: T tokens of a text, B rows of a block, H hidden, F features side by side
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -27,9 +28,10 @@ class BlockOptions:
 
     windows: for each layer its window by the layout's own rule; None: full.  rule: where windows are counted from: "own" for
     the row's own position, "anchor" for the block's first row, before which all rows read so many tokens.
+    more, nested: what z-lab's writer adds to the config, and to its dflash_config.
     """
 
-    kind: Literal["p-eagle", "dflash", "dspark"] = "dflash"
+    kind: Literal["p-eagle", "dflash", "dflash2", "dspark"] = "dflash"
     aux: tuple[int, ...] = (0, 1, 2)
     layers: int = 2
     hidden: int = 32
@@ -56,9 +58,16 @@ class BlockOptions:
     markov: Literal["none", "vanilla", "gated", "rnn"] = "none"
     rank: int = 0
     confidence: Literal["none", "hidden", "markov"] = "none"
+    taps: int = 2
+    group: int = 8
+    candidates: int = 6
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    softcap: float | None = None
     own_embeddings: bool = False
     own_lm_head: bool = False
     more: dict[str, Any] = field(default_factory=dict)
+    nested: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -78,7 +87,11 @@ class BlockParts:
     def logits(self, hidden: Tensor, lm_head: Tensor, before: list[int]) -> Tensor:
         """[steps, W].  before: the token before each one that is drafted."""
         o, w = self.options, self.tensors
-        logits = linear(hidden, w.get("lm_head.weight", lm_head))
+        logits = linear(hidden, w.get("lm_head.weight", lm_head)) * o.logit_scale
+        if o.softcap:
+            logits = (logits / o.softcap).tanh() * o.softcap
+        if o.kind == "dflash2":
+            return torch.stack([self._selected(*each) for each in zip(hidden, logits, before, strict=True)])
         if o.markov == "none":
             return logits
         state, rows = torch.zeros(o.rank, dtype=torch.float64), []
@@ -98,10 +111,34 @@ class BlockParts:
         read = torch.cat((hidden, w["markov.w1.weight"][before]), -1) if self.options.confidence == "markov" else hidden
         return linear(read, w["confidence.weight"], w["confidence.bias"])[:, 0]
 
+    def _selected(self, h: Tensor, logits: Tensor, before: int) -> Tensor:
+        """The scores of one row: -inf for tokens that are no candidates."""
+        w, scores = self.tensors, torch.full_like(logits, -torch.inf)
+        gate = linear(h, w["selector.hidden.weight"])
+        for token in logits.sort(descending=True, stable=True).indices[: self.options.candidates].tolist():
+            both = w["selector.predecessor"][before] * gate * w["selector.successor"][token]
+            scores[token] = logits[token] + both.sum()
+        return scores
+
+    def _convolved(self, name: str, side: int, read: Tensor, x: Tensor) -> Tensor:
+        """x, convolved with the kernels that come of `read`, row by row of one block."""
+        o, w = self.options, self.tensors
+        if o.kind != "dflash2" or not o.taps:
+            return x
+        own = linear(read, w[f"{name}_conv.projection.weight"]).view(len(x), 2, o.taps, o.hidden // o.group)
+        rows = []
+        for i in range(len(x)):
+            row = torch.zeros(o.hidden, dtype=x.dtype)
+            for t in range(min(o.taps, i + 1)):
+                shared = torch.stack([own[i, side, t, c // o.group] for c in range(o.hidden)])
+                row = row + (w[f"{name}_conv.base"][side, t] + shared) * x[i - t]
+            rows.append(row)
+        return torch.stack(rows)
+
     def _dflash(self, features: Tensor, ids: list[int], s: int, steps: int, embed: Tensor) -> Tensor:
         o, w, B = self.options, self.tensors, self.options.size
         context = rms_norm(linear(features, w["fc.weight"]), w["hidden_norm"], o.eps)
-        x = embed[torch.tensor([ids[s]] + [o.mask] * (B - 1))]
+        x = embed[torch.tensor([ids[s]] + [o.mask] * (B - 1))] * o.embedding_scale
         positions = torch.arange(s + B)
         for layer in range(o.layers):
             seen = torch.ones(B, s + B, dtype=torch.bool)
@@ -111,8 +148,11 @@ class BlockParts:
                 if o.windows and (window := o.windows[layer]):
                     seen[k, : max(0, s - window if o.rule == "anchor" else s + k - (window - 1))] = False
             u = rms_norm(x, w[f"layers.{layer}.input_layernorm"], o.eps)
-            x = x + self._attention(layer, u, torch.cat((context, u)), positions[s:], positions, seen)
-            x = x + self._mlp(layer, x)
+            name, read = f"layers.{layer}.attention", self._convolved(f"layers.{layer}.attention", 0, u, u)
+            found = self._attention(layer, read, torch.cat((context, read)), positions[s:], positions, seen)
+            x = x + self._convolved(name, 1, u, found)
+            name, u = f"layers.{layer}.mlp", rms_norm(x, w[f"layers.{layer}.post_attention_layernorm"], o.eps)
+            x = x + self._convolved(name, 1, u, self._mlp(layer, self._convolved(name, 0, u, u)))
         first = int(o.skips)
         return rms_norm(x, w["norm"], o.eps)[first : first + steps]
 
@@ -131,7 +171,7 @@ class BlockParts:
             if o.windows and (window := o.windows[layer]):
                 seen = seen & (at > at[:, None] - window)
             x = x + self._attention(layer, u, u, at, at, seen)
-            x = x + self._mlp(layer, x)
+            x = x + self._mlp(layer, rms_norm(x, w[f"layers.{layer}.post_attention_layernorm"], o.eps))
         return rms_norm(x, w["norm"], o.eps)[s - 1 :]
 
     def _fused(self, features: Tensor) -> Tensor:
@@ -165,9 +205,8 @@ class BlockParts:
         turned = torch.complex(x[..., : o.head_dim // 2], x[..., o.head_dim // 2 :]) * turn
         return torch.cat((turned.real, turned.imag), dim=-1)
 
-    def _mlp(self, layer: int, x: Tensor) -> Tensor:
+    def _mlp(self, layer: int, normed: Tensor) -> Tensor:
         w, at = self.tensors, f"layers.{layer}"
-        normed = rms_norm(x, w[f"{at}.post_attention_layernorm"], self.options.eps)
         gate, up = (linear(normed, w[f"{at}.mlp.{name}_proj.weight"]) for name in ("gate", "up"))
         return linear(gate * gate.sigmoid() * up, w[f"{at}.mlp.down_proj.weight"])
 
@@ -208,6 +247,12 @@ def _shapes(o: BlockOptions) -> list[tuple[str, tuple[int, ...]]]:
         shapes |= {f"feature_norm.{i}": (F // norms,) for i in range(norms)}
     else:
         shapes["hidden_norm"] = (H,)
+    if o.kind == "dflash2":
+        for layer, each in itertools.product(range(o.layers if o.taps else 0), ("attention", "mlp")):
+            shapes[f"layers.{layer}.{each}_conv.base"] = (2, o.taps, H)
+            shapes[f"layers.{layer}.{each}_conv.projection.weight"] = (2 * o.taps * (H // o.group), H)
+        shapes |= {f"selector.{each}": (o.vocab, r) for each in ("predecessor", "successor")}
+        shapes["selector.hidden.weight"] = (r, H)
     if o.own_embeddings:
         shapes["embed_tokens.weight"] = (o.vocab, H)
     if o.own_lm_head:
@@ -226,4 +271,8 @@ def _scaled(name: str, x: Tensor) -> Tensor:
         return 1 + 0.3 * x
     if name == "mask_hidden":
         return x
+    if name.endswith("_conv.base"):  # near to what leaves rows as they are
+        return 0.3 * x + torch.tensor([1.0] + [0.0] * (x.shape[1] - 1))[None, :, None]
+    if "_conv." in name:
+        return 0.4 * x / x.shape[1] ** 0.5
     return 0.3 * x if x.dim() == 1 else x * 1.5 / x.shape[1] ** 0.5

@@ -30,11 +30,13 @@ def _named(parts: BlockParts, *renames: tuple[str, str]) -> Tensors:
     """`.weight` at the end of norms; a Markov head's parts as `markov_head.*`; then renamed by regular expressions."""
     usual = (
         (r"^markov\.(w[12])\.", r"markov_head.markov_\1."), (r"^markov\.(gate|joint)\.", r"markov_head.\1_proj."),
-        (r"^confidence\.", "confidence_head.proj."),
+        (r"^confidence\.", "confidence_head.proj."), (r"_conv\.base$", "_conv.base_kernel"),
+        (r"_conv\.projection\.", "_conv.kernel_projection."), (r"^selector\.hidden\.", "candidate_selector.hidden_projection."),
+        (r"^selector\.(predecessor|successor)$", r"candidate_selector.\1_codebook"),
     )  # fmt: skip
     named = {}
     for name, tensor in parts.tensors.items():
-        is_whole = name.endswith((".weight", ".bias")) or name == "mask_hidden"
+        is_whole = "norm" not in name
         name = name if is_whole else f"{name}.weight"
         for pattern, new in (*usual, *renames):
             name = re.sub(pattern, new, name)
@@ -55,9 +57,20 @@ def _vocabulary(parts: BlockParts, always: bool = False) -> Tensors:
 def zlab(parts: BlockParts) -> Files:
     o = parts.options
     nested = {"mask_token_id": o.mask, "target_layer_ids": list(o.aux)}
-    auto = {"AutoModel": "dflash.DFlashDraftModel"}
-    config = _body(parts, architectures=["DFlashDraftModel"], auto_map=auto, block_size=o.size, num_target_layers=4)
-    return config | {"dflash_config": nested} | o.more, _named(parts)
+    name = "DFlash2DraftModel" if o.kind == "dflash2" else "DFlashDraftModel"
+    auto = {"AutoModel": f"dflash.{name}"}
+    config = _body(parts, architectures=[name], auto_map=auto, block_size=o.size, num_target_layers=4)
+    nested |= _selection(parts) if o.kind == "dflash2" else {}
+    numbers = (("input_embedding_scale", o.embedding_scale), ("output_multiplier", o.logit_scale))
+    nested |= {key: value for key, value in numbers if value != 1}
+    nested |= {"final_logit_softcapping": o.softcap} if o.softcap else {}
+    return config | {"dflash_config": nested | o.nested} | o.more, _named(parts)
+
+
+def _selection(parts: BlockParts) -> dict[str, Any]:
+    o = parts.options
+    convolution = {"conv_kernel_size": o.taps, "conv_group_size": o.group if o.taps else 0}
+    return {**convolution, "selector_rank": o.rank, "selector_top_k": o.candidates}
 
 
 def specforge(parts: BlockParts) -> Files:
@@ -115,7 +128,7 @@ def deepspec(parts: BlockParts) -> Files:
 def speculators(parts: BlockParts) -> Files:
     o = parts.options
     inner = _body(parts, model_type="qwen3" if o.qk_norm else "llama")
-    name = {"p-eagle": "peagle", "dflash": "dflash", "dspark": "dspark"}[o.kind]
+    name = o.kind.replace("-", "")
     config = {
         "architectures": ["Speculator"], "auto_map": {"": "config"}, "draft_vocab_size": o.draft_vocab,
         "speculators_config": {
@@ -139,6 +152,7 @@ def speculators(parts: BlockParts) -> Files:
         "aux_hidden_state_layer_ids": ids, "block_size": o.size, "sample_from_anchor": not o.skips,
         "sliding_window_non_causal": bool(o.windows) and not is_causal,
     }  # fmt: skip
+    config |= _selection(parts) if o.kind == "dflash2" else {}
     if o.kind == "dspark":
         config |= {
             "markov_rank": o.rank, "markov_head_type": o.markov, "enable_confidence_head": o.confidence != "none",

@@ -37,6 +37,11 @@ HEADS: dict[str, tuple[str, dict[str, Any]]] = {  # name: (layout, options)
     "dflash-pruned": ("speculators", dict(PRUNED, size=7, windows=(8, None), rule="anchor", causal=(True, False))),
     "dflash-causal": ("modelopt", dict(size=6, causal=(True, True), windows=(6, 6))),
     "dflash-mixed": ("z-lab", dict(size=6, windows=(6, None), more={"is_causal": False})),
+    "dflash2": ("z-lab", dict(kind="dflash2", size=6, rank=5, windows=(8, None), more={"is_causal": False})),
+    "dflash2-anchored": (
+        "speculators",
+        dict(kind="dflash2", size=5, rank=7, taps=3, group=4, candidates=9, skips=False, windows=(8, None), rule="anchor"),
+    ),
     "dspark": ("speculators", dict(PRUNED, kind="dspark", skips=False, size=5, rank=6, markov="vanilla")),
     "dspark-gated": (
         "deepspec",

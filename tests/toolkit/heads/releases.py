@@ -6,7 +6,7 @@ transformers 4.53.3, 0.2.0 to 0.4.0 with 4.57.6, 0.5.0 with 5.6.2, 0.6.0 with 5.
 are filled at random.  With such weights each forward pass was compared once with that of the release's own code, in float32: no
 logit differs by more than 3e-6.  Left out of that: EAGLE-3 of 0.1, whose code has no rope, and of 0.2, whose code has no pass;
 converted heads of later releases, whose class has none either; the drafted steps of EAGLE-3 with windows, which training counts
-from another pair.
+from another pair; DFlash2, of which 0.9's convolutions and selector alone were compared, and equal.
 """
 
 from __future__ import annotations
@@ -57,6 +57,9 @@ MEANT: dict[str, Options | BlockOptions] = {
     "0.7 dflash": BlockOptions(**COPIES),
     "0.7 dspark-gated": BlockOptions(**DSPARK, own_embeddings=True, markov="gated"),
     "0.8 dspark-rnn": BlockOptions(**DSPARK, markov="rnn"),
+    "0.8 dflash2": BlockOptions(
+        **{**BLOCK, "kind": "dflash2", "draft_vocab": 40, "own_lm_head": False}, rank=6, taps=2, group=4, candidates=4
+    ),
     "0.8 dflash-window": BlockOptions(**BLOCK, windows=(4, None), rule="anchor", causal=(True, False)),
     "0.8 peagle-full": BlockOptions(**{**PEAGLE, "draft_vocab": 40}, layers=1),
     "0.9 eagle3-qwen3": Options(**EAGLE3, qk_norm=True),
@@ -67,7 +70,6 @@ MIXED = ("0.7 eagle3-window",)  # layers with a window beside full ones, which `
 REFUSED = {  # what no reader has
     "0.4 eagle-norms": "layernorms must be false",
     "0.6 mtp": "'mtp' is an MTP layer in a folder of its own",
-    "0.8 dflash2": "'dflash2' is a DFlash2 head",
     "0.9 xpress": "'xpress' is an XPress head",
 }
 
@@ -115,7 +117,9 @@ def _own_name(name: str) -> str:
     for old, new in (
         ("fusion_fc", "fc"), ("transformer.", "layers.0."), ("markov_head.markov_", "markov."),
         ("markov_head.gate_proj", "markov.gate"), ("markov_head.joint_proj", "markov.joint"),
-        ("confidence_head.proj", "confidence"),
+        ("confidence_head.proj", "confidence"), ("_conv.base_kernel", "_conv.base"),
+        ("_conv.kernel_projection", "_conv.projection"), ("candidate_selector.hidden_projection", "selector.hidden"),
+        ("candidate_selector.", "selector."), ("_codebook", ""),
     ):  # fmt: skip
         name = name.replace(old, new)
     return name

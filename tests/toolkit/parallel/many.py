@@ -153,5 +153,8 @@ FEATURES = (
     PairFeature("MTP, two layers", _mtp("v3-two", **LATENT)),
     PairFeature("MTP, context parallelism", _mtp("v3", **LATENT), options={**CONTEXT_PARALLEL, "prefix_caching": True}),
     PairFeature("MTP", _mtp("glm-dsa", **LATENT), CHAIN),
-    *(PairFeature("one pass", _block(name)) for name in ("p-eagle", "dflash", "dflash-pruned", "dspark", "dspark-rnn")),
+    *(
+        PairFeature("one pass", _block(name))
+        for name in ("p-eagle", "dflash", "dflash-pruned", "dflash2", "dspark", "dspark-rnn")
+    ),
 )

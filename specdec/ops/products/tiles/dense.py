@@ -19,6 +19,7 @@ FEW = 64  # threshold in rows of x: up to this many, stream_triton.py's kernel i
 STEP = 128  # columns of a step of invariant split-K products: splits begin at multiples of it
 WHOLE_SM, HALF_SM = 229_000, 112_000  # bytes of shared memory for the stages of the only program of an SM, and of one of two
 MIN_ROWS, MIN_COLUMNS = 2048, 1024  # thresholds: smaller weights have tiles for a small part of the SMs only
+SMALL_ROWS, SMALL_COLUMNS, SMALL_SPLITS = 256, 2048, 4  # thresholds: from so many on they were measured in so many splits
 SMS, WAVE_FULL = 132, 0.8  # SMs of an H100; threshold: the share of SMs that must have work, on average over all waves
 LARGE_M, LARGE_M_FULL = 512, 0.9  # thresholds for gated_hopper.py's kernel: rows of x, and that share
 
@@ -65,6 +66,10 @@ def product_tiles(
         tiles = _tiles_hopper(M, N, K, gated, partials)
         if tiles is not None:
             return tiles
+    if kind == H200 and dtype != torch.float32 and SMALL_ROWS <= N < MIN_ROWS and K >= SMALL_COLUMNS:
+        if 8 < M <= FEW and not gated and N % 8 == 0 and K % 8 == 0:
+            stage = (64 + padded_rows(M)) * 128 * 2
+            return _hopper(padded_rows(M), 64, 128, SMALL_SPLITS, 4, min(12, WHOLE_SM // stage))
     if not 0 < M <= FEW:
         return _tiles_large_m(M, N, dtype, gated)
     block_m = max(8, 1 << (M - 1).bit_length())
