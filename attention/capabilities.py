@@ -16,6 +16,7 @@ from specdec.attention.caches.int8_keys import INT8_KEYS
 from specdec.attention.caches.quant_cache import KV_CACHE_DTYPES
 from specdec.attention.capability import Capability, Feature, listed, short
 from specdec.attention.flash.rule import MEASURED, MEASURED_HEAD_DIM, why
+from specdec.attention.invariant.plan import MAX_WIDTH
 from specdec.attention.kinds import LayerKind
 from specdec.attention.needs import AttentionNeeds, installed
 from specdec.checks import major_minor
@@ -82,8 +83,9 @@ def faults(c: Capability, n: AttentionNeeds) -> Iterator[Fault]:
         takes, got = (" + ".join(map(str, dims)) for dims in (c.latents, n.latents))
         yield Fault(f"reads latents of {takes} numbers, got {got}")
     missing = n.asked - c.features
-    yield from _split_faults(n, missing)  # before int8 queries, which its nearest setting switches off too
+    yield from _split_faults(c, n, missing)  # before int8 queries, which its nearest setting switches off too
     yield from _query_faults(n, missing)
+    yield from _deterministic_faults(n, missing)
     for feature in Feature:
         if feature in missing:
             problem = feature.refusal.format(values=listed(n.value_dims)) if n.value_dims else feature.refusal
@@ -105,14 +107,16 @@ def _machine_faults(c: Capability, n: AttentionNeeds) -> Iterator[Fault]:
             yield Fault(f"needs {package} {wanted} or later, got {found}")
 
 
-def _split_faults(n: AttentionNeeds, missing: frozenset[Feature]) -> Iterator[Fault]:
+def _split_faults(c: Capability, n: AttentionNeeds, missing: frozenset[Feature]) -> Iterator[Fault]:
     """How values that are not as wide as their keys can't be kept."""
     kept = n.kv_cache_dtype
     if not n.value_dims or kept == "auto" or missing & {Feature.SPLIT_HEADS, Feature.DIFFERENTIAL}:
         return
     if Feature.SPLIT_HEADS in n.asked:
-        problem = f"reads values that are not as wide as their keys in the model's own dtype, got kv_cache_dtype={kept!r}"
-        yield Fault(problem, *_kept_as(n, "auto"))
+        own = " or as ".join(("the model's own dtype", *c.split_kv_cache_dtypes[1:]))
+        problem = f"reads values that are not as wide as their keys in {own}, got kv_cache_dtype={kept!r}"
+        if kept not in c.split_kv_cache_dtypes:
+            yield Fault(problem, *_kept_as(n, "auto"))
     elif kept not in KV_CACHE_DTYPES:  # a pair's two keys must lie side by side
         own = f"the model's own dtype or as {' or '.join(KV_CACHE_DTYPES)}"
         yield Fault(f"reads differential attention in {own}, got kv_cache_dtype={kept!r}", *_kept_as(n, "int8"))
@@ -126,6 +130,17 @@ def _query_faults(n: AttentionNeeds, missing: frozenset[Feature]) -> Iterator[Fa
         )
         without = "int8_queries=False", n.without(Feature.INT8_QUERIES)
         yield Fault(problem, *(without if n.latents or n.value_dims else _kept_as(n, INT8_KEYS)))
+
+
+def _deterministic_faults(n: AttentionNeeds, missing: frozenset[Feature]) -> Iterator[Fault]:
+    """Which heads can't be added up in one order."""
+    if Feature.DETERMINISTIC not in n.features - missing:
+        return
+    without = "deterministic=False", n.without(Feature.DETERMINISTIC)
+    if (widest := max((*n.head_dims, *n.value_dims), default=0)) > MAX_WIDTH:
+        yield Fault(f"adds up heads of at most {MAX_WIDTH} in one order, got deterministic=True with {widest}", *without)
+    if Feature.SPLIT_HEADS in n.asked:
+        yield Fault("adds up values that are as wide as their keys in one order, got deterministic=True", *without)
 
 
 def _kept_as(n: AttentionNeeds, kv_cache_dtype: str) -> tuple[str, AttentionNeeds]:

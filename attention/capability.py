@@ -153,6 +153,7 @@ class Capability:
     tree_kinds: the same, where a draft tree's nodes stand after the keys.
     shares: whether its own kernel reads a prefix that several rows share.
     kv_cache_dtypes: the settings of kv_cache_dtype that it takes.
+    split_kv_cache_dtypes: those where values are not as wide as their keys.
     fp8_from: the lowest compute capability for float8, in KV or latents; None: any on which it runs.
     latents: the rank and the rotated dim of the latents that it takes; None: any.
     features: what it does.  Without HEADS, specdec's Triton kernels read the heads of a draft head.
@@ -170,6 +171,7 @@ class Capability:
     tree_kinds: tuple[str, ...] = KINDS
     shares: bool = True
     kv_cache_dtypes: tuple[str, ...] = ("auto",)
+    split_kv_cache_dtypes: tuple[str, ...] = ("auto",)
     fp8_from: tuple[int, int] | None = None
     latents: tuple[int, int] | None = None
     features: frozenset[Feature] = USUAL
@@ -180,6 +182,6 @@ def short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def listed(numbers: tuple[int, ...]) -> str:
-    """Numbers as text: 1, 2 or 3."""
+def listed(numbers: tuple[object, ...]) -> str:
+    """Numbers, or names, as text: 1, 2 or 3."""
     return str(numbers[0]) if len(numbers) == 1 else f"{', '.join(map(str, numbers[:-1]))} or {numbers[-1]}"

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from specdec.attention.backend import Backend
 from specdec.attention.caches.layout import HeadsView, KVView
-from specdec.attention.caches.split_cache import SplitView
+from specdec.attention.caches.split_cache import QuantSplitView, SplitView
 from specdec.attention.context_parallel.all_to_all import all_to_all_states, gather_states
 from specdec.attention.kinds import PLAIN, LayerKind, Scoring
 from specdec.attention.segment import AttentionPlan, LaterQueries
@@ -212,12 +212,39 @@ class SplitInputs(LayerInputs):
     heads: DenseHeads
 
     def paged(self, call: LayerCall) -> Tensor:
-        assert isinstance(call.view, SplitView), f"values of another width need a cache of their own, got {call.view}"
+        assert isinstance(call.view, SplitView | QuantSplitView), (
+            f"values of another width need their own cache, got {call.view}"
+        )
         call.view.write_heads(call.slots_T, self.heads.k_TKD, self.heads.v_TKE)
         return call.attend(call.asked(self.heads.q_TQD))
 
     def dense(self) -> DenseHeads:
         return self.heads
+
+    def dense_as_stored(self, as_stored: Callable[[Tensor], Tensor]) -> DenseHeads:
+        q_TQD, k_TKD, v_TKE = self.heads
+        rows = as_stored(torch.cat((k_TKD.flatten(1), v_TKE.flatten(1)), dim=1)).split((k_TKD[0].numel(), v_TKE[0].numel()), 1)
+        return DenseHeads(q_TQD, *(x.unflatten(1, (k_TKD.shape[1], -1)) for x in rows))
+
+
+@dataclass
+class RowInputs(LayerInputs):
+    """Heads whose values have a width of their own, as their projections leave them: rows_TC, [T, (Q + K) D + K E].
+
+    head_dim, value_dim: D and E.  prep: what queries, keys and values still need.
+    """
+
+    rows_TC: Tensor
+    head_dim: int
+    value_dim: int
+    prep: HeadPrep
+
+    def paged(self, call: LayerCall) -> Tensor:
+        assert isinstance(call.view, SplitView), f"values of another width need a cache of their own, got {call.view}"
+        return call.attend(call.asked(call.backend.store_rows(call.view, self.rows_TC, call.slots_T, self.prep)))
+
+    def dense(self) -> DenseHeads:
+        return DenseHeads(*self.prep.apply_rows_(self.rows_TC, self.head_dim, self.value_dim))
 
 
 @dataclass

@@ -1,15 +1,17 @@
-"""Finds and opens the drafter that a caller names: a kind with a name by it, a head by its folder or hub id."""
+"""Finds and opens what a caller names to draft: a kind by its name, a head or a model by its folder, or several sources."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from specdec.checks import nearest_name
 from specdec.draft.formats.open import HowToRead
-from specdec.draft.kind import OpenDrafter
-from specdec.draft.kinds import KINDS, all_kinds, kind_of
+from specdec.draft.kind import SUFFIX, Draft, OpenDrafter
+from specdec.draft.kinds import KINDS, all_kinds, kind_of, kind_of_files
 from specdec.draft.load import HeadDrafter
-from specdec.models.checkpoints.checkpoint import resolve_folder
+from specdec.models.checkpoints.checkpoint import resolve_target
 from specdec.models.checkpoints.mistaken import refuse_itself
 from specdec.models.config import ModelConfig
 from specdec.options import EngineOptions
@@ -18,37 +20,78 @@ HEADS_ONLY = ("draft_format", "draft_pickle", "draft_quantize", "beyond_trained"
 
 
 def head_folder(draft: str | Path) -> Path:
-    """The folder of a head.  ValueError or TypeError if there is none; it names a kind that is spelled alike."""
+    """The folder of a head or of a small model, or that one's GGUF file.  ValueError or TypeError if there is none; it names a
+    kind that is spelled alike.
+    """
     if isinstance(draft, bool):
         raise TypeError(f"draft must be a folder, a hub id or the name of a kind, got {draft}; nearest setting: draft=None")
     try:
-        return resolve_folder(draft, "draft")
+        return resolve_target(draft, "draft")
     except ValueError as error:
         if not (meant := nearest_name(str(draft).strip(), [*KINDS, "None"])):
             raise
         raise ValueError(f"{error}; nearest setting that works: draft={None if meant == 'None' else meant!r}") from None
 
 
-def find_drafter(draft: str | Path | None, options: EngineOptions) -> str | Path | None:
-    """The name of a kind, or the folder of a head; None for no drafter.  A hub is asked once, here.
+class Joined(NamedTuple):
+    """A drafter that was found, which is joined by matches in the request's own text."""
+
+    drafter: str | Path
+
+
+def find_drafter(draft: Draft, options: EngineOptions) -> str | Path | Joined | None:
+    """The name of a kind, or the place of a drafter's files; None for no drafter.  A hub is asked once, here.
 
     A folder that is called as a kind is named with its path: "./ngram".  ValueError or TypeError if there is no such drafter,
     or for an option that would do nothing.
     """
+    if isinstance(draft, list | tuple) or draft == SUFFIX:
+        sources = [draft] if isinstance(draft, str) else list(draft)
+        found = find_drafter(_joined(sources), options)
+        assert isinstance(found, str | Path)
+        return found if len(sources) == 1 else Joined(found)
+    assert draft is None or isinstance(draft, str | Path)
     if draft is None or kind_of(draft):
         refuse_idle(options, draft)
         return draft
     return head_folder(draft)
 
 
+def _joined(draft: Sequence[str | Path]) -> str | Path:
+    """The drafter among several sources.  ValueError if they are not one drafter, and at most once the text's own matches."""
+    named = [one for one in draft if one != SUFFIX]
+    if len(named) == 1 and not isinstance(named[0], str | Path):
+        raise TypeError(f"each source of draft must be a name or a folder, got {named[0]!r}; nearest setting: a string")
+    if len(named) != 1 or len(draft) > 2 or (len(draft) == 2 and named[0] == "ngram"):
+        alone = f"; nearest setting that works: draft={list(named[:1]) + [SUFFIX]!r}" if named and named[0] != "ngram" else ""
+        alone = alone or f"; nearest setting that works: draft='ngram', which is {SUFFIX!r} alone"
+        raise ValueError(f"several sources are one drafter and {SUFFIX!r}, got draft={list(draft)!r}{alone}")
+    return named[0]
+
+
 def open_drafter(
-    found: str | Path | None, options: EngineOptions, target: ModelConfig, target_folder: Path
+    found: str | Path | Joined | None, options: EngineOptions, target: ModelConfig, target_folder: Path
 ) -> OpenDrafter | None:
     """What `find_drafter` found, by its config and headers; None for no drafter."""
     if found is None:
         return None
+    if isinstance(found, Joined):
+        from specdec.draft.join.open import OpenJoined
+
+        own = open_drafter(found.drafter, options, target, target_folder)
+        assert own is not None
+        return OpenJoined(own)
     if kind := kind_of(found):
         return kind.open(target_folder, target)
+
+    place = Path(found)
+    if (by_files := open_by_files(place, options, target, target_folder)) is not None:
+        return by_files
+    return HeadDrafter(place, target, how_to_read(options))
+
+
+def open_by_files(place: Path, options: EngineOptions, target: ModelConfig, target_folder: Path) -> OpenDrafter | None:
+    """What a kind makes of files that it knows; None: they are a head's.  ValueError if they are the target's own."""
 
     def instead() -> str:
         """A kind that can draft for the target; one with weights rather than one without."""
@@ -56,8 +99,9 @@ def open_drafter(
         best = next(kind for kind in kinds if not kind.refusal(target_folder, target))
         return f"draft={best.name!r}, {best.instead}"
 
-    refuse_itself(Path(found), target_folder, instead)
-    return HeadDrafter(Path(found), target, how_to_read(options))
+    refuse_itself(place, target_folder, instead)
+    kind = kind_of_files(place, options)
+    return None if kind is None else kind.open(place, options, target_folder, target)
 
 
 def how_to_read(options: EngineOptions) -> HowToRead:

@@ -21,6 +21,7 @@ from specdec.draft.formats.spec import HeadSpec
 from specdec.limits import MAX_PAUSE
 from specdec.models.layers import Embedding, Rotary
 from specdec.models.linear import Linear
+from specdec.models.target import Target
 from specdec.parallel.group import ALONE, Group
 from specdec.parallel.vocabulary import Vocabulary
 
@@ -29,6 +30,7 @@ class Head(DraftModel):
     """A drafter with weights.  The embedding and the language-model head may be the target's own modules.
 
     vocabulary: which of its draft tokens' logits this rank computes.  group: the ranks that hold the head together.
+    logits_scale: what products with the language-model head are multiplied with: the target's, where that is the target's too.
     d2t_V: int64 offsets from draft token ids to target token ids; None if both use one vocabulary.
     """
 
@@ -36,6 +38,7 @@ class Head(DraftModel):
     lm_head: Linear
     vocabulary: Vocabulary
     group: Group = ALONE
+    logits_scale: float = 1.0
     d2t_V: Tensor | None
 
     def check(self, spec: SpecConfig) -> None:
@@ -51,7 +54,19 @@ class Head(DraftModel):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., V]: logits over the draft vocabulary."""
-        return self.lm_head(hidden)
+        return self.read_out(hidden)
+
+    def read_out(self, read: Tensor) -> Tensor:
+        """[..., V]: the logits of what the language-model head reads [..., H]."""
+        logits = self.lm_head(read)
+        return logits if self.logits_scale == 1 else logits * self.logits_scale
+
+    def share_lm_head(self, target: Target) -> None:
+        """Makes the target's language-model head this one's, with the scale of the target's logits.
+
+        Drafts are weighed by their probabilities, which the scale decides; the best token is the same without it.
+        """
+        self.lm_head, self.logits_scale = target.lm_head, target.config.logits_scale
 
 
 class DraftHead(Head):
@@ -85,17 +100,21 @@ class DraftHead(Head):
 
 
 class StepHead(Head):
-    """What the draft worker needs of a head that drafts a level a pass: EAGLE heads, MTP layers.
+    """What the draft worker needs of a drafter that drafts a level a pass: EAGLE heads, MTP layers, small models.
 
-    It reads pairs.  Pair i consists of the embedding of token i + 1 and the feature of token i, and predicts token i + 2.  The
-    head's hidden output takes the place of the next pair's feature.  hidden_size: H.
+    A head reads pairs.  Pair i consists of the embedding of token i + 1 and the feature of token i, and predicts token i + 2.
+    The head's hidden output takes the place of the next pair's feature.
+    hidden_size: H.
+    own_slots: whether what it keeps of a token lies in the token's own slot, at its own position, as of a model that reads
+        tokens alone; if not, pair i lies in the slot of token i, at that one's position.
     """
 
     hidden_size: int
+    own_slots = False
 
     def slots(self, spec: SpecConfig) -> int:
         branches = spec.topk * (spec.max_steps - 1) if spec.topk > 1 else 0
-        return max(branches, super().slots(spec), MAX_PAUSE if spec.is_auto else 0)
+        return max(branches, super().slots(spec), MAX_PAUSE if spec.is_auto else 0) + self.own_slots
 
     def passes(self, spec: SpecConfig) -> int:
         return spec.max_steps

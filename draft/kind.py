@@ -7,6 +7,7 @@ that `--help` can ask the kinds.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,9 +15,20 @@ if TYPE_CHECKING:
     import torch
 
     from specdec.draft.drafter import DraftModel
+    from specdec.draft.model.translation import Translation
     from specdec.models.checkpoints.checkpoint import Checkpoint
     from specdec.models.config import ModelConfig
     from specdec.models.target import Target
+    from specdec.options import EngineOptions
+
+
+SUFFIX = "suffix"  # how a list of sources spells matches in the request's own text
+Draft = str | Path | Sequence[str | Path] | None  # how a caller names a drafter, or several sources
+
+
+def spelled(draft: Draft) -> str | None:
+    """A drafter or several sources in one line; None for no drafter."""
+    return None if draft is None else str(draft) if isinstance(draft, str | Path) else " + ".join(map(str, draft))
 
 
 class DrafterKind(ABC):
@@ -52,6 +64,33 @@ class DrafterKind(ABC):
         return "yes"
 
 
+class FolderKind(ABC):
+    """A kind that is named by where its files are, and told by them: draft=DIR.
+
+    name: what it is called where it is described.  title: the same with an article, of its files.
+    """
+
+    name: str
+    title: str
+
+    @property
+    @abstractmethod
+    def meaning(self) -> str:
+        """What it is, for `specdec doctor`."""
+
+    @abstractmethod
+    def knows(self, place: Path, options: EngineOptions) -> bool:
+        """Whether the files of a folder, or a file, are of this kind, if these options leave that open."""
+
+    @abstractmethod
+    def open(self, place: Path, options: EngineOptions, target_folder: Path, target: ModelConfig) -> OpenDrafter:
+        """It for a target, by config and headers.  ValueError if it can't draft for that target, or as the options say."""
+
+    @abstractmethod
+    def offer(self, target: ModelConfig) -> str:
+        """Which files draft for the target, for `specdec inspect`: "no: " and why, if none do."""
+
+
 class Facts(NamedTuple):
     """What files hold of a drafter, for `specdec inspect`.
 
@@ -74,10 +113,12 @@ class OpenDrafter:
     model: it without its weights: which trees it grows, what it needs, and how far it writes.
     checkpoint: what its tensors are; None: it has none.
     is_apart: whether these files are its own, and not its target's.
+    own_text: where the tokenizer of its own is; None: it has none, and its tokens are the target's.
     """
 
     checkpoint: Checkpoint | None = None
     is_apart = False
+    own_text: Path | None = None
 
     def __init__(self, model: DraftModel) -> None:
         self.model = model
@@ -86,9 +127,18 @@ class OpenDrafter:
         """It with its weights.  max_positions: length of its rotary table.  To be called once."""
         return self.model
 
+    def translate(self, words: Translation) -> None:
+        """Has it read and draft its target's tokens by the text behind them.  Asked of those with a text of their own alone."""
+        raise NotImplementedError
+
     def unkept(self, target: Checkpoint) -> set[str]:
         """The checkpoint's tensors that take no memory once it is loaded beside the target."""
         return set()
+
+    @property
+    def added_values(self) -> int:
+        """How many numbers it keeps in memory that are none of its tensors'."""
+        return 0
 
     def facts(self) -> Facts:
         """What its files hold; asked of drafters with files alone."""

@@ -74,7 +74,7 @@ def build_head(opened: OpenHead, target: Target, max_positions: int, device: tor
     elif spec.own_lm_head:
         fill_linear(head.lm_head, checkpoint, "lm_head")
     else:
-        head.lm_head = target.lm_head
+        head.share_lm_head(target)
     if parsed.copies:
         _share_copies(head, target, files.folder)
     head.d2t_V = _offsets(spec.draft_ids, target.embed_tokens.weight.device)
@@ -103,7 +103,9 @@ def _share_copies(head: DraftHead, target: Target, folder: Path) -> None:
             )
     head.embed_tokens = target.embed_tokens
     if shares_lm_head:
-        head.lm_head = target.lm_head
+        head.share_lm_head(target)
+    else:
+        head.logits_scale = target.config.logits_scale
 
 
 def _offsets(draft_ids: tuple[int, ...] | None, device: torch.device) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""What a drafter with features keeps of rounds that were paused: tokens that it has not seen, and their features.
+"""What a drafter keeps of rounds that were paused: tokens that it has not seen, and their features if it reads any.
 
 Shapes: B rows, P the most tokens of a pause, F width of a token's features.
 """
@@ -48,10 +48,10 @@ class PausedRows(Rows):
 
     def keep(self, state: BatchState, new: NewTokens) -> None:
         """Records one token of a paused round in each row; see `Drafter.keep`."""
-        assert new.features_BEF is not None
         rows_B = arange(state.rows, new.tokens_BE.device)
         self.pending_tokens_BP[rows_B, self.pending_B] = new.tokens_BE[:, 0]
-        self.pending_features_BPF[rows_B, self.pending_B] = new.features_BEF[:, 0]
+        if new.features_BEF is not None:
+            self.pending_features_BPF[rows_B, self.pending_B] = new.features_BEF[:, 0]
         self.pending_B.addcmul_(state.active_B, state.speculates_B)
 
     def kept(self, state: BatchState) -> NewTokens:
@@ -64,7 +64,7 @@ Own = TypeVar("Own", bound=PausedRows)
 
 
 class PausingDrafter(Drafter, Generic[Own]):
-    """A drafter with features: what paused rounds emitted is kept by row, and learnt by one `extend`."""
+    """A drafter that keeps by row what paused rounds emitted, and learns it by one `extend`."""
 
     rows: Own
 

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from specdec.checks import require_bool
 from specdec.config import SamplingParams, SpecConfig
+from specdec.draft.kind import Draft
 from specdec.engine.request import Request
 from specdec.generation import Chunk, Generation
 from specdec.loaded import LoadedDecoder, per_prompt
-from specdec.loading.drafters import smoke_check
+from specdec.loading.about.drafters import smoke_check
 from specdec.loading.pair import WantedPair
 from specdec.loading.ranks import start_ranks
 from specdec.loading.threads import using_threads
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class SpecDecoder(LoadedDecoder):
-    """A target model, usually with a drafter: a draft head, or a kind that needs none.  The output is the target's own.
+    """A target model, usually with a drafter: a draft head, a small model or another kind.  The output is the target's own.
 
     model, head, settings: the target and the loaded drafter, and what the options were resolved to.  tokenizer: the target's.
     ranks: those that hold the models, if there are several.  grammars: compiles what texts must be.  eos_ids: the tokens with
@@ -44,7 +45,7 @@ class SpecDecoder(LoadedDecoder):
     def from_pretrained(
         cls,
         target: str | Path,
-        draft: str | Path | None = None,
+        draft: Draft = None,
         spec: SpecConfig | None = None,
         *,
         options: EngineOptions | None = None,
@@ -52,9 +53,11 @@ class SpecDecoder(LoadedDecoder):
     ) -> SpecDecoder:
         """Loads a Hugging Face causal LM and, if given, a drafter for it.
 
-        target, draft: folders or hub ids; the target also a GGUF file.  draft may also be "mtp", the target's own layers of
-        multi-token prediction, or "ngram", a drafter without a checkpoint that repeats what followed the last tokens earlier in
-        the text; None: plain autoregressive decoding.
+        target, draft: folders or hub ids; a model also a GGUF file.  draft: of a draft head or of a small causal model; or
+        "mtp", the target's own layers of multi-token prediction, or "ngram", a drafter without a checkpoint that repeats what
+        followed the last tokens earlier in the text; None: plain autoregressive decoding.  A list of a drafter and "suffix"
+        joins both: what the drafter proposes, and what followed the last tokens earlier in the text, become one tree, of which
+        the best nodes are verified.
         spec: the draft tree's shape; None: SpecConfig(), with fewer levels where the head drafts fewer tokens.
         options: all engine settings together.
         settings: engine settings by name, if there are no options.

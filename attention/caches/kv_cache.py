@@ -63,6 +63,7 @@ class KVCache:
             buffers = self.buffers_of[group] = {
                 buffer.name: torch.empty(len(held[buffer.name]), slots[group], *buffer.shape, dtype=buffer.dtype, device=device)
                 for buffer in layout.buffers
+                if held[buffer.name]
             }
             for layer in own:
                 parts = {name: x[held[name].index(layer)] for name, x in buffers.items() if layer in held[name]}

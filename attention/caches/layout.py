@@ -1,7 +1,8 @@
 """What one slot of a cache holds: named buffers, from which a cache's bytes, moves and views follow.
 
 A buffer is one tensor [layers that hold it, num_slots, *shape].  A layout lists a cache format's buffers and makes a layer's
-view of them; it holds no memory itself.  This module knows no format: each format's layout stands beside its view.
+view of them; it holds no memory itself.  A model whose layers have unlike heads has several (`UnlikeLayout`).  This module
+knows no format: each format's layout stands beside its view.
 
 Shapes: T tokens, K kv heads, D head dim, E value dim, N slots.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -102,3 +104,30 @@ class CacheLayout(ABC):
     def layer_bytes(self, layer: int) -> int:
         """Bytes of one token in that layer."""
         return sum(buffer.bytes for buffer in self.buffers if buffer.held_by(layer))
+
+
+@dataclass(frozen=True)
+class UnlikeLayout(CacheLayout):
+    """Layers of several sizes: layers of one layout hold its buffers together, under names that end in its number.
+
+    layouts: the layouts.  numbers: for each layer, which of them is its own.
+    """
+
+    layouts: tuple[CacheLayout, ...]
+    numbers: tuple[int, ...]
+
+    @property
+    def buffers(self) -> tuple[CacheBuffer, ...]:
+        return tuple(
+            buffer._replace(name=f"{buffer.name} {number}", layers=self._holders(number, buffer))
+            for number, layout in enumerate(self.layouts)
+            for buffer in layout.buffers
+        )
+
+    def view(self, layer: int, buffers: Mapping[str, Tensor]) -> KVView:
+        number = self.numbers[layer]
+        own = self.layouts[number]
+        return own.view(layer, {buffer.name: buffers[f"{buffer.name} {number}"] for buffer in own.buffers})
+
+    def _holders(self, number: int, buffer: CacheBuffer) -> tuple[int, ...]:
+        return tuple(layer for layer, own in enumerate(self.numbers) if own == number and buffer.held_by(layer))

@@ -22,6 +22,7 @@ from transformers import CONFIG_MAPPING
 from specdec import SpecConfig
 from specdec.loading.memory import pool_plan
 from specdec.loading.resolve import resolve_settings
+from specdec.models.registry import family_of
 from specdec.models.transformers_backend.config import read_transformers_config
 from specdec.options import EngineOptions
 
@@ -44,7 +45,26 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
              num_attention_heads=40, num_key_value_heads=8, head_dim=128, attention_chunk_size=8192, num_local_experts=16,
              vocab_size=202048, max_position_embeddings=262144),
     ),
+    "Gemma-4-31B": (
+        "gemma4_text",
+        dict(num_hidden_layers=60, hidden_size=5376, intermediate_size=21504, num_attention_heads=32, num_key_value_heads=16,
+             num_global_key_value_heads=4, head_dim=256, global_head_dim=512, attention_k_eq_v=True, sliding_window=1024,
+             hidden_size_per_layer_input=0, vocab_size=262144, max_position_embeddings=262144),
+    ),
+    "Gemma-4-E4B": (
+        "gemma4_text",
+        dict(num_hidden_layers=42, hidden_size=2560, intermediate_size=10240, num_attention_heads=8, num_key_value_heads=2,
+             head_dim=256, global_head_dim=512, num_kv_shared_layers=18, sliding_window=512, hidden_size_per_layer_input=256,
+             vocab_size=262144, max_position_embeddings=131072),
+    ),
+    "MiMo-V2-Flash": (
+        "mimo_v2_flash",
+        dict(num_hidden_layers=48, hidden_size=4096, intermediate_size=16384, num_attention_heads=64, num_key_value_heads=4,
+             swa_num_key_value_heads=8, head_dim=192, v_head_dim=128, sliding_window_size=128, moe_intermediate_size=2048,
+             n_routed_experts=256, num_experts_per_tok=8, vocab_size=152576, max_position_embeddings=262144),
+    ),
 }  # fmt: skip
+UNLIKE = ("gemma4_text", "mimo_v2_flash")  # whose kinds of layers have heads of their own: read by specdec's own parsers
 LENGTHS = (32_768, 131_072)
 POOL = 64 * 2**30
 
@@ -52,11 +72,17 @@ POOL = 64 * 2**30
 def row(name: str, length: int) -> dict[str, Any]:
     """One line of the table."""
     model_type, keys = SHAPES[name]
-    with tempfile.TemporaryDirectory() as folder:
-        CONFIG_MAPPING[model_type](**keys).save_pretrained(folder)
-        config = read_transformers_config(Path(folder))
+    if model_type in UNLIKE:
+        family = family_of(model_type)
+        assert family is not None
+        config = family.parse({"model_type": model_type, **keys}, name)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            CONFIG_MAPPING[model_type](**keys).save_pretrained(folder)
+            config = read_transformers_config(Path(folder))
     options = EngineOptions(device="cpu", dtype="bfloat16", max_batch_size=1, max_seq_len=length)
-    settings = resolve_settings(options, SpecConfig(5, 4, 16), config, "transformers")
+    backend = "native" if model_type in UNLIKE else "transformers"
+    settings = resolve_settings(options, SpecConfig(5, 4, 16), config, backend)
     plan = pool_plan([config], settings, math.inf)
     before = settings.pages_per_sequence * sum(plan.page_bytes)
     by_group = [(pages - 1) * size for pages, size in zip(plan.num_pages, plan.page_bytes, strict=True)]

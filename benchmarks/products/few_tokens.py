@@ -5,12 +5,13 @@
     python benchmarks products.few_tokens --sorted 64 96 192 512
 
 Layers of Qwen3-30B-A3B's size in bf16 (dense), fp8 blocks and int4, of Qwen3.5-35B-A3B's and GLM-4.7-Flash's in bf16 with a
-shared expert (dense 256, dense 64), and of gpt-oss-20b's in mxfp4.  "Until now": cuBLAS and torch's operations for the router;
-for experts torch's grouped product, or mixture_triton.py.  New: router_triton.py and few_tokens_triton.py, with the best of a
-few tiles, first of gate and up, then of down; --all prints the best three of each.  "Layer" is a norm that adds the last
-output, the router and the experts, in a chain of CALLS, each with a router and a shared expert of its own; `+ partials`: the
-norm adds splits up, and the shared expert is computed beside the chosen ones instead of in front of them.  --sorted: of more
-tokens, torch's grouped product beside stacked_triton.py's and grouped_hopper.py's, and routers of many tokens.
+shared expert (dense 256, dense 64), of Nemotron-3-Nano's with two (dense relu2), and of gpt-oss-20b's in mxfp4.  "Until now":
+cuBLAS and torch's operations for the router; for experts torch's grouped product, or mixture_triton.py.  New: router_triton.py
+and few_tokens_triton.py, with the best of a few tiles, first of gate and up, then of down; --all prints the best three of each.
+"Layer" is a norm that adds the last output, the router and the experts, in a chain of CALLS, each with a router and shared
+experts of its own; `+ partials`: the norm adds splits up, and shared experts are computed beside the chosen ones instead of in
+front of them.  --sorted: of more tokens, torch's grouped product beside stacked_triton.py's and grouped_hopper.py's, and
+routers of many tokens.
 
 Times are medians of replays of CUDA graphs.  The limit is the time to read the distinct experts that were chosen, which are
 counted, once at 4.48 TB/s.  specdec takes the new kernels up to MOST_TOKENS tokens (specdec/ops/products/tiles/experts.py):
@@ -40,15 +41,17 @@ from products.quantised_experts import BANDWIDTH, CALLS, FORMATS, Layer, choices
 from products.quantised_experts import LAYERS as OF_SIZES
 from specdec.models.mixtures.products import ordered_experts, placed_experts, run_experts
 from specdec.ops.norm import add_rms_norm
-from specdec.ops.products.dense import gated_linear, linear
+from specdec.ops.products.dense import gated_linear, linear, relu2
 from specdec.ops.products.experts import (
-    PLAIN,
     DenseExperts,
     Experts,
+    Form,
+    Relu2,
     SharedExperts,
     SharedOutput,
     SwiGLU,
     few_tokens_experts,
+    inputs_of,
     quantised_experts,
 )
 from specdec.ops.products.partials import Partials
@@ -65,10 +68,13 @@ from specdec.ops.products.tiles.experts import (
 
 LAYERS = OF_SIZES | {
     "Qwen3.5-35B-A3B": Layer(256, 8, 2048, 512, SwiGLU()), "GLM-4.7-Flash": Layer(64, 4, 2048, 1536, SwiGLU()),
+    "Nemotron-3-Nano-30B-A3B": Layer(128, 6, 2688, 1856, Relu2()),
 }  # fmt: skip
-GATED = {"dense 256": True, "dense 64": False}  # of layers with a shared expert as wide as the others: whether it is weighed
-NAMES = {"dense": "Qwen3-30B-A3B", "dense 256": "Qwen3.5-35B-A3B", "dense 64": "GLM-4.7-Flash"}
-NAMES |= {name: of for name, (of, _, _) in FORMATS.items()}
+# Of layers with shared experts as wide as the others: whether they are weighed, and how many they are.
+SHARED = {"dense 256": (True, 1), "dense 64": (False, 1), "dense relu2": (False, 2)}
+NAMES = {"dense": "Qwen3-30B-A3B", "dense 256": "Qwen3.5-35B-A3B", "dense 64": "GLM-4.7-Flash"} | {
+    "dense relu2": "Nemotron-3-Nano-30B-A3B", **{name: of for name, (of, _, _) in FORMATS.items()}
+}  # fmt: skip
 ROWS = {True: (1, 6, 8, 32, 48), False: (1, 8)}  # of tokens, of dense experts and of others
 # By dense or not, and the most tokens, of gate and up: block_n, warps, stages, unroll, and perhaps 1 and
 # slices.  Of down: splits instead of 1, and perhaps slices and what is prefetched.
@@ -117,21 +123,22 @@ class World:
     def __init__(self, name: str) -> None:
         self.name, self.layer = name, LAYERS[NAMES[name]]
         E, H, F = self.layer.experts, self.layer.hidden, self.layer.width
+        parts, (weighed, R) = inputs_of(self.layer.activation), SHARED.get(name, (False, 0))
         if is_dense(name):
-            shapes = (E, 2 * F, H), (E, H, F)
+            shapes = (E, parts * F, H), (E, H, F)
             first, second = (torch.empty(shape, device="cuda", dtype=torch.bfloat16).normal_(std=0.02) for shape in shapes)
-            self.experts: Experts = DenseExperts(first, second)
+            self.experts: Experts = DenseExperts(first, second, Form(self.layer.activation))
         else:
             self.experts = random_experts(self.layer, *FORMATS[name][1:])
         is_oss = self.layer.experts == 32  # whose router is float32
         oss = RouterRule(self.layer.top_k, "softmax of chosen", biased=True)
         glm = RouterRule(self.layer.top_k, "sigmoid", True, normed=True, scaling=1.8)
-        self.rule = oss if is_oss else glm if E == 64 else RouterRule(self.layer.top_k, "softmax", normed=True)
+        self.rule = oss if is_oss else glm if E == 64 or parts == 1 else RouterRule(self.layer.top_k, "softmax", normed=True)
         bias, correction = (torch.zeros(E, device="cuda") if has else None for has in (is_oss, self.rule.corrected))
-        rows = E + GATED.get(name, False)
+        rows = E + weighed
         weights = [torch.randn(rows, H, device="cuda").div_(H**0.5) for _ in range(CALLS)]
         self.routers = [RouterWeights(each if is_oss else each.bfloat16(), bias, correction) for each in weights]
-        sizes = ((2 * F, H), (H, F)) if name in GATED else ()
+        sizes = ((parts * R * F, H), (H, R * F)) if R else ()
         self.shared = [
             [torch.empty(size, device="cuda", dtype=torch.bfloat16).normal_(std=0.02) for size in sizes] for _ in range(CALLS)
         ]  # fmt: skip
@@ -161,11 +168,10 @@ class World:
         if not self.shared[call]:
             return None
         first, second = self.shared[call]
-        return (
-            SharedExperts(first, second, gate_T1, 1)
-            if beside
-            else SharedOutput(linear(gated_linear(x_TH, first), second), gate_T1)
-        )
+        if beside:
+            return SharedExperts(first, second, gate_T1, SHARED[self.name][1])
+        mid_TF = relu2(linear(x_TH, first)) if self.layer.activation == Relu2() else gated_linear(x_TH, first)
+        return SharedOutput(linear(mid_TF, second), gate_T1)
 
     def run(
         self, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor, tiles: MixtureTiles | None, partials: bool = False,
@@ -177,7 +183,7 @@ class World:
         if isinstance(shared, SharedOutput):
             return shared.added_to(self.run(x_TH, weights_TK, ids_TK, None))
         if isinstance(experts, DenseExperts):
-            return run_experts(x_TH, weights_TK, ids_TK, experts.gate_up, experts.down)
+            return run_experts(x_TH, weights_TK, ids_TK, *experts)
         return quantised_experts(x_TH, weights_TK, ids_TK, experts)
 
 
@@ -272,20 +278,15 @@ def compare_sorted(names: list[str], rows: list[int]) -> list[dict[str, Any]]:
     found = []
     for name in filter(is_dense, names):
         world = World(name)
-        assert isinstance(world.experts, DenseExperts)
-        weights = world.experts.gate_up, world.experts.down
         for T in rows:
             xs, chosen, shares = world.inputs(T), choices(world.layer, T), torch.rand(T, world.layer.top_k, device="cuda")
             distinct = sum(len(ids.unique()) for ids in chosen) / CALLS
-            print(
-                f"{name} {T} tokens, {distinct:.0f} experts, limit {1e6 * world.bytes_of(distinct) / BANDWIDTH:.0f} us:", end=""
-            )
+            limit = 1e6 * world.bytes_of(distinct) / BANDWIDTH
+            print(f"{name} {T} tokens, {distinct:.0f} experts, limit {limit:.0f} us:", end="")
             for tiles in STACKED:
-                if isinstance(tiles, StackedTiles):
-                    way = partial(ordered_experts, tiles=tiles)
-                else:
-                    way = run_experts if tiles is None else partial(placed_experts, form=PLAIN, tiles=tiles)
-                us = time_calls(lambda call: way(xs[call], shares, chosen[call], *weights))  # noqa: B023
+                way = ordered_experts if isinstance(tiles, StackedTiles) else placed_experts
+                way = run_experts if tiles is None else partial(way, tiles=tiles)
+                us = time_calls(lambda call: way(xs[call], shares, chosen[call], *world.experts))  # noqa: B023
                 found.append({"format": name, "T": T, "tiles": tiles, "us": round(us, 2)})
                 print(f" {'torch' if tiles is None else 'x'.join(map(str, tiles))} {us:.0f}", end="", flush=True)
             print(f"\n{name} {T} tokens, router:", end="")

@@ -27,7 +27,7 @@ from graph_timing import replay_us
 from torch import Tensor
 
 from specdec.models.mixtures.products import run_experts
-from specdec.ops.products.experts import Form, QuantisedExperts, SwiGLU, quantised_experts
+from specdec.ops.products.experts import Activation, Form, QuantisedExperts, SwiGLU, quantised_experts
 from specdec.ops.products.formats.experts import QuantisedStack, step_bytes, steps_of
 from specdec.ops.products.formats.quantised import Kind
 from specdec.ops.products.tiles.experts import ExpertTiles, expert_tiles
@@ -41,7 +41,7 @@ class Layer(NamedTuple):
     top_k: int
     hidden: int
     width: int
-    gate: SwiGLU
+    activation: Activation
 
 
 LAYERS = {
@@ -68,7 +68,7 @@ def random_stack(kind: Kind, group: int, count: int, rows: int, columns: int) ->
 
 def random_experts(layer: Layer, kind: Kind, group: int) -> QuantisedExperts:
     E, H, F = layer.experts, layer.hidden, layer.width
-    return QuantisedExperts(random_stack(kind, group, E, 2 * F, H), random_stack(kind, group, E, H, F), Form(layer.gate))
+    return QuantisedExperts(random_stack(kind, group, E, 2 * F, H), random_stack(kind, group, E, H, F), Form(layer.activation))
 
 
 def choices(layer: Layer, T: int) -> list[Tensor]:

@@ -198,6 +198,7 @@ def make_decoder(
     )  # fmt: skip
     settings = resolve_settings(options, spec, model.config)
     settings = replace(settings, attention_backend=choose_attention(settings, model.config, *head.needs.models))
+    settings = settings.with_drafter(head)
     return SpecDecoder(model, head if spec else None, settings, Tokenizer(Path("/nonexistent")), ranks)
 
 

@@ -64,7 +64,7 @@ MODELS: dict[str, tuple[ModelConfig, MakeLayer]] = {
             head_dim=64, vocab_size=201088, rms_norm_eps=1e-5, rope=RopeConfig(150000.0), max_position=131072, qkv_bias=True,
             o_bias=True, has_sinks=True, has_experts=True,
             experts=ExpertsConfig(
-                32, 2880, RouterRule(4, "softmax of chosen", biased=True), gate=SwiGLU(1.702, 7.0), biased=True,
+                32, 2880, RouterRule(4, "softmax of chosen", biased=True), activation=SwiGLU(1.702, 7.0), biased=True,
                 kept_float32=True,
             ),
         ),

@@ -88,7 +88,7 @@ MODELS: dict[str, ModelConfig | None] = {
         FEW, family="gpt_oss", hidden_size=2880, intermediate_size=2880, vocab_size=102400, num_heads=64, num_kv_heads=8,
         head_dim=64, has_experts=True,
         experts=ExpertsConfig(
-            32, 2880, RouterRule(4, "softmax of chosen", biased=True), gate=SwiGLU(1.702, 7.0), biased=True, kept_float32=True,
+            32, 2880, RouterRule(4, "softmax of chosen", biased=True), SwiGLU(1.702, 7.0), biased=True, kept_float32=True,
         ),
     ),
     "sparse": DeepseekConfig(  # the layers of DeepSeek-V3.2, all dense, with few chosen keys: the texts are short

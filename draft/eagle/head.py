@@ -97,10 +97,10 @@ class Eagle3Head(EagleHead):
 
     def level(self, ids_T: Tensor, hidden_TH: Tensor, positions_T: Tensor, attn: AttentionFn) -> tuple[Tensor, Tensor]:
         hidden_TH, read_TH = self._outputs(ids_T, hidden_TH, positions_T, attn)
-        return hidden_TH, self.lm_head(read_TH)
+        return hidden_TH, self.read_out(read_TH)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.lm_head(self.norm(hidden) if self.config.norms_logits and not self.returns_normed else hidden)
+        return self.read_out(self.norm(hidden) if self.config.norms_logits and not self.returns_normed else hidden)
 
     def _outputs(
         self, ids_T: Tensor, hidden_TH: Tensor, positions_T: Tensor, attn: AttentionFn, rows_R: Tensor | None = None

@@ -1,7 +1,8 @@
 """The draft worker: it grows a tree from the first level that the last extend left, and fills the drafter's KV cache.
 
-Row i of the drafter's KV belongs to the pair (token i + 1, feature of token i).  L committed tokens therefore have L rows in
-the drafter's cache, and the last of them holds the bonus token's embedding.  A chain (K = 1) appends to the prefix; in a tree
+Row i of a head's KV belongs to the pair (token i + 1, feature of token i).  L committed tokens therefore have L rows in the
+drafter's cache, and the last of them holds the bonus token's embedding.  A drafter that keeps each token in its own slot
+(`StepHead.own_slots`) has L + 1 rows, of which the last is the bonus token's.  A chain (K = 1) appends to these rows; in a tree
 each branch has a suffix of its own (branches.py).
 
 This module knows heads, trees and attention; it knows neither requests nor the verifier.
@@ -12,6 +13,7 @@ Shapes: B sequences, K topk, S num_steps, E = S + 1 extend rows, T tokens of rag
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -126,11 +128,10 @@ class DraftWorker(PausingDrafter[EagleRows]):
 
         What the head computes for columns after new.last_B is never used.
         """
-        assert new.features_BEF is not None
         (B, E), rows = new.tokens_BE.shape, self.rows_of(state)
-        few = B * E <= self.few_rows
-        tables = [self._extend_tables(group, new.base_lens_B, E, last_rows=not few) for group in self._groups(state)]
-        self._read_round(rows, tables, new.tokens_BE, self.head.fuse(new.features_BEF.flatten(0, 1)), new.last_B)
+        few, base_lens_B = B * E <= self.few_rows, self._rows_before(new.base_lens_B)
+        tables = [self._extend_tables(group, base_lens_B, E, last_rows=not few) for group in self._groups(state)]
+        self._read_round(rows, tables, new.tokens_BE, self._fused(new), new.last_B)
         self._set_first_level(rows, self._noise(state.lens_B, state.sampling, needs))
 
     def prefill(self, state: BatchState, needs: Needs, prompts: RaggedPrompts, first_B: Tensor, features_TF: Tensor) -> None:
@@ -140,6 +141,11 @@ class DraftWorker(PausingDrafter[EagleRows]):
         logp_BK, tokens_BK = self.head.vocabulary.top(self.head.logits(hidden_BH), self.topk, self.head.d2t_V, noise=noise)
         for target, source in zip(self.rows.next_draft, (tokens_BK, logp_BK, hidden_BH), strict=True):
             target.index_copy_(0, prompts.rows_B, source)
+
+    def _fused(self, new: NewTokens) -> Tensor:
+        """[T, H]: what the head reads with emitted tokens."""
+        assert new.features_BEF is not None
+        return self.head.fuse(new.features_BEF.flatten(0, 1))
 
     def _read_round(
         self, rows: EagleRows, tables: list[PassTables], tokens_BE: Tensor, features_TH: Tensor, last_B: Tensor
@@ -160,8 +166,13 @@ class DraftWorker(PausingDrafter[EagleRows]):
         return self.head.begin(next_ids_T, features_TH, prompts.positions_T, attn, prompts.last_B)
 
     def _groups(self, state: BatchState) -> list[BatchState]:
-        """The batch as each group of the head's layers sees it."""
+        """The batch as each group of the head's layers sees it: lens_B counts the rows of the drafter's cache."""
+        state = replace(state, lens_B=self._rows_before(state.lens_B))
         return [state.of_group(group) for group in self.cache.group_numbers]
+
+    def _rows_before(self, lens_B: Tensor) -> Tensor:
+        """How many rows the drafter's cache has where so many tokens are committed."""
+        return lens_B + 1 if self.head.own_slots else lens_B
 
     def attention_of(self, tables: Sequence[PassTables]) -> PagedAttention:
         return PagedAttention(self.backend, self.cache, *tables)

@@ -10,7 +10,7 @@ from specdec.attention.kinds import FULL, LayerKind
 from specdec.models.checkpoints.config_values import MAX_LAYERS, flag, mapping, text, whole
 from specdec.models.config import ModelConfig, RopeConfig
 from specdec.models.keys.rope import without_mrope
-from specdec.models.keys.shared import WINDOWED, refuse_unknown, sliding_window
+from specdec.models.keys.shared import EVERYWHERE, WINDOWED, refuse_unknown, sliding_window
 from specdec.models.kv_source import KEY
 from specdec.models.llama.config import parse_llama
 from specdec.models.schemes.config import scheme_of
@@ -19,14 +19,7 @@ from specdec.models.yarn import parse_rope_with_yarn
 ROPE_KEYS = frozenset(("rope_theta", "rope_parameters", "rope_scaling"))
 _WINDOW_KEYS = frozenset(("layer_types", "sliding_window", "use_sliding_window", "max_window_layers"))
 # What transformers writes into every config, and what says nothing about a forward pass.
-_HARMLESS = frozenset(
-    "chunk_size_feed_forward id2label label2id is_encoder_decoder problem_type add_cross_attention bad_words_ids "
-    "begin_suppress_tokens cross_attention_hidden_size decoder_start_token_id diversity_penalty early_stopping "
-    "encoder_no_repeat_ngram_size exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id "
-    "is_decoder length_penalty min_length no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_scores "
-    "prefix pruned_heads remove_invalid_values repetition_penalty return_dict_in_generate suppress_tokens task_specific_params "
-    "tf_legacy_loss tie_encoder_decoder typical_p target_model_type".split()
-)
+_HARMLESS = EVERYWHERE | {"target_model_type"}
 
 
 def parse_body(

@@ -16,6 +16,7 @@ from specdec.draft.formats.spec import HeadSpec
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.mistaken import refuse_target_tensors
 from specdec.models.config import ModelConfig, read_json
+from specdec.models.keys.wrappers import flattened
 from specdec.models.schemes.config import head_to_nearest
 
 
@@ -50,7 +51,7 @@ def open_head(folder: Path, target: ModelConfig | None, how: HowToRead = AS_FOUN
     target: None if it is not known; then nothing is held against it.
     ValueError names any config key or tensor that is unknown, missing or contradicts the target.
     """
-    raw = read_json(folder / "config.json")
+    raw = flattened(read_json(folder / "config.json"), str(folder / "config.json"))
     scheme = None if how.quantize == "none" else head_to_nearest(how.quantize)
     files = HeadFiles(folder, raw, Checkpoint(folder, how.pickles, scheme))
     refuse_target_tensors(files.checkpoint.names(), folder)

@@ -85,7 +85,8 @@ class MtpHead(StepHead):
         self.rotary = Rotary(model.rope, model.head_dim, max_positions)
 
     def borrow(self, target: Target) -> None:
-        self.embed_tokens, self.lm_head = target.embed_tokens, target.lm_head
+        self.embed_tokens = target.embed_tokens
+        self.share_lm_head(target)
 
     @property
     def needs(self) -> DraftNeeds:
@@ -151,7 +152,7 @@ class MtpHead(StepHead):
 
     def logits(self, hidden: Tensor) -> Tensor:
         drafts_next = hidden[..., : self.feature_size]
-        return self.lm_head(drafts_next if self.spec.rules.recycles_normed else self.layer(0).norm(drafts_next))
+        return self.read_out(drafts_next if self.spec.rules.recycles_normed else self.layer(0).norm(drafts_next))
 
     def layer(self, index: int) -> MtpLayer:
         layer = self.layers[index]

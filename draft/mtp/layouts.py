@@ -12,10 +12,11 @@ from specdec.draft.mtp.spec import MtpBlock, MtpNames, MtpRules, MtpSpec
 from specdec.models.checkpoints.checkpoint import config_path
 from specdec.models.checkpoints.loader import LLAMA_PARTS
 from specdec.models.checkpoints.mtp_names import count_key, mtp_prefixes
-from specdec.models.config import ModelConfig, read_json
+from specdec.models.config import ModelConfig
 from specdec.models.deepseek.config import parse_experts, said
 from specdec.models.deepseek.loader import PARTS
 from specdec.models.deepseek.modules import DeepseekLayer
+from specdec.models.described import target_json
 from specdec.models.keys.shared import MTP_COUNT
 from specdec.models.mixtures.families.ernie4_5_moe import parse_ernie4_5_moe
 from specdec.models.mixtures.families.glm4_moe import parse_glm4_moe
@@ -58,7 +59,7 @@ def read_mtp(folder: Path, target: ModelConfig) -> MtpSpec:
             f"{where}: draft='mtp' runs the MTP layers of a {target.family} target that specdec's own code runs, got a target "
             "through transformers' code; nearest setting that works: backend='native' (--backend native), or draft='ngram'"
         )
-    layer = family.read(read_json(path), target, where)
+    layer = family.read(target_json(folder), target, where)
     kinds = tuple(LayerKind(skip=index) for index in range(target.mtp_layers))  # see MtpHead
     model = replace(layer, num_layers=target.mtp_layers, layer_kinds=kinds, kv_source=(), mtp_layers=0)
     if model.experts is not None and target.experts is not None:

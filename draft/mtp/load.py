@@ -22,7 +22,7 @@ from specdec.draft.mtp.tensors import check_tensors, copies, stored_tensors
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.loader import build
 from specdec.models.config import ModelConfig
-from specdec.models.keys.wrappers import WRAPPERS
+from specdec.models.keys.wrapper_table import WRAPPERS
 from specdec.models.schemes.formats import RoundToNearest
 from specdec.models.schemes.rules import Quantization, Rule
 from specdec.models.sharding import join, share_of
@@ -40,7 +40,7 @@ class OpenMtp(OpenDrafter):
         self.spec = spec = read_mtp(folder, target)
         self.checkpoint = Checkpoint(
             folder, quantization=own_scheme(target.quantization, spec), by_expert=spec.model.experts is not None,
-            wrapper=WRAPPERS.get(target.family),
+            wrapper=WRAPPERS.get(target.wrapper),
         )  # fmt: skip
         check_tensors(self.checkpoint, spec)
         super().__init__(empty_mtp(spec))

@@ -32,17 +32,18 @@ PATTERNS = (  # the first pattern that occurs in a kernel's short name says its 
         RECURRENT,
         r"_rule|convolution|gated_norm|^ssd_|^(tree_nodes|chunk_prepare|chunk_scan|state_numbers|commit_states|kimi_\w+)_kernel",
     ),
-    (NORM, r"norm|rope|rotate|silu|output_gate|convolve"),
+    (NORM, r"norm|rope|rotate|^activation_kernel|output_gate|convolve"),
     (
         ATTENTION,
         r"attention|paged|latent|suffix|store|flash|fmha|sinks|subtract|upconvert|_scores|kv_blocks|_queries|first_keys|local_"
-        r"|^(filter|select|rows_hopper|merge_rows|path)_kernel",
+        r"|^(filter|select|rows_hopper|wide_hopper|merge_rows|path)_kernel",
     ),
     (GEMM, r"gemm|gemv|nvjet|cutlass|splitk|cublas|linear|quantis|expert|router|few_|_pairs|spread|weighted_sum|take_columns"),
     (TREE, r"(?<!s)top|sort|radix|scan|merge|level|expand|fork|grow|best|narrow|cutoff|tables|tokens|accept|move|rows"),
     (
         TREE,
-        r"gather|scatter|index|search|softmax|reduce|noise|perturb|arrange|logits|chain|round|last_positions|match_keys|prepend|^pack_",
+        r"gather|scatter|index|search|softmax|reduce|noise|perturb|arrange|logits|chain|round|last_positions|match_keys|prepend|^pack_"
+        r"|^(paths|join|learn|halve_counts)_kernel",
     ),
     (NORM, r"elementwise|copy|cat|fill|arange|roll"),
 )

@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     if screen is not None:
         print(screen.last_line(generations, seconds), file=sys.stderr)
     if args.stats:
-        from specdec.loading.drafters import drafter_line
+        from specdec.loading.about.drafters import drafter_line
         from specdec.loading.resolve import experts_line
 
         draft = f"\ndraft: {drafter_line(decoder.head, decoder.settings)}" if decoder.head is not None else ""

@@ -29,7 +29,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("name", nargs="?", metavar="MODEL", help=f"a model whose sizes are known: {', '.join(NAMES)}")
     add("--target", type=not_empty, metavar="DIR", help="folder or hub id of a target, or a GGUF file, instead of MODEL")
-    add("--draft", type=not_empty, metavar="DIR", help="with --target: folder or hub id of its draft head, or mtp")
+    add(
+        "--draft",
+        type=not_empty,
+        metavar="DIR",
+        help="with --target: folder or hub id of its draft head or a small model, or mtp",
+    )
     rows = f"numbers of rows to measure, such as 1,8,32; default: {','.join(map(str, ROWS))}"
     add("--rows", type=_rows, default=ROWS, metavar="N,N", help=rows)
     add("--dtype", choices=DTYPES, help="of the weights; default: the checkpoint's own, or bfloat16")

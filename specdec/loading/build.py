@@ -93,7 +93,7 @@ def mixing(
     is_captured = settings.cuda_graphs and backend.reads_no_lengths and settings.target_backend == "native"
     is_alone = model.group.size == 1 and config.encoder is None and not settings.numerics.is_invariant
     reads_heads = not config.keeps_latents and config.max_read is None and config.recurrent is None
-    is_chain = head is None or (spec is not None and not spec.is_auto and spec.topk == 1)
+    is_chain = head is None or (spec is not None and not spec.is_auto and spec.is_chain)
     return Mixing(least) if least and is_captured and is_alone and reads_heads and is_chain else None
 
 
@@ -173,7 +173,7 @@ def _drafter_context(head: DraftModel, backend: Backend, settings: EngineSetting
     spec = settings.spec
     assert spec is not None
     # A round may begin a round's tokens later than the host knows.
-    assert head.slots(spec) + spec.max_steps + 1 <= settings.lookahead, "this drafter needs more look-ahead"
+    assert head.slots(spec) + spec.levels + 1 <= settings.lookahead, "this drafter needs more look-ahead"
     return DrafterContext(
         spec=spec,
         shapes=head.shapes(spec),
@@ -208,9 +208,9 @@ def doubling_context(config: ModelConfig) -> float:
 
     A token's matrix products take two operations for each weight.  Layers that cost the same at every position don't count.
     """
-    H, heads_D = config.hidden_size, config.num_heads * config.head_dim
-    kv_D = config.num_kv_heads * config.head_dim
-    products = 2.0 * config.num_layers * (H * (2 * heads_D + 2 * kv_D) + 3 * H * config.width_of_mlp)
+    H, layers = config.hidden_size, map(config.heads_of, range(config.num_layers))
+    heads_D = sum((each.num_heads + each.num_kv_heads) * (each.head_dim + each.value_dim) for each in layers)
+    products = 2.0 * H * (heads_D + 3 * config.num_layers * config.width_of_mlp)
     growing = config.key_operations
     return math.inf if not growing else devices.ATTENTION_EFFICIENCY * products / growing
 

@@ -19,15 +19,17 @@ from typing import NamedTuple
 import torch
 
 from specdec.config import SpecConfig
+from specdec.draft.kind import Draft
 from specdec.loading.devices import CHUNK_COST
 from specdec.loading.load import CheckedPair, check_pair, expert_sharing, require_lossless, warn_of_slow_weights
 from specdec.loading.memory import kv_page_bytes, layer_groups, plan_states, source_bytes
-from specdec.loading.rank_share import share_of_tensor
+from specdec.loading.rank_share import heads_of_tensor, share_of_tensor
 from specdec.loading.resolve import EngineSettings, check_packing, check_recurrent, experts_line
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.loader import DTYPES
 from specdec.models.checkpoints.mtp_names import mtp_prefixes
 from specdec.models.config import ModelConfig
+from specdec.models.kv import token_bytes_by_kind
 from specdec.models.recurrent.sizes import SHARED_OF_MANY_NODES
 from specdec.models.schemes.size import Held, all_of_it, matrix_size, quantised_and_dense, quantised_matrices
 from specdec.models.schemes.slow import FIRST
@@ -41,14 +43,15 @@ CONTEXT_BYTES = 800 << 20  # of CUDA itself, its libraries and our compiled kern
 MAX_BATCH = 4096  # the most that max_batch_size takes
 # What is no matrix of a Linear, or is read by head.
 NOT_LOSSLESS = re.compile(
-    r"\.experts\.|(\b(mlp|block_sparse_moe|feed_forward|mixer)\.gate|router(\.gate|\.layer)?|expert_gate|\bkv_b_proj)\.weight$"
+    r"\.experts\.|(\b(mlp|block_sparse_moe|feed_forward|mixer)\.gate|router(\.gate|\.layer|\.proj)?|expert_gate|\bkv_b_proj)\.weight$"
 )
 # What is kept in float32 in a model of any dtype; of some families the router, too.
 FLOAT32, ROUTER = (
-    re.compile(r"\.(sinks|e_score_correction_bias|expert_bias|A_log|dt_bias|D)$"),
-    re.compile(r"\.mlp\.(gate|router)\.(weight|bias)$"),
+    re.compile(r"\.(sinks|attention_sink_bias|per_expert_scale|e_score_correction_bias|expert_bias|A_log|dt_bias|D)$"),
+    re.compile(r"\.(mlp\.(gate|router)|router\.proj)\.(weight|bias)$"),
 )
 NORM = re.compile(r"norm\w*\.weight$")
+NOT_KEPT = "rotary_emb.inv_freq", ".router.scale"  # follows from the config; multiplied into another weight
 GATED_NORM = ".linear_attn.norm.weight"  # of a family whose other norms are zero-centred
 HEAD_NORMS = "norm", "layernorm"  # what checkpoints call norms of queries and of keys, after a letter
 # What lies together in one matrix: parts of a projection, and the experts of a layer.
@@ -79,12 +82,14 @@ class MemoryPlan(NamedTuple):
     target_weights: str  # in words, how they are kept
     parts: dict[str, int]
     kv_token: tuple[int, ...]  # of one token, target and drafter
+    kv_kinds: dict[str, int]  # of one token, in the target's layers of each kind
     memory: int  # what there is
     longest: int  # the longest context at this batch size that fits; 0: none does
     widest: int  # the largest batch at this context that fits; 0: none does
     ranks: int = 1  # that share the models, each on a GPU; bytes are those of the fullest one
     experts: str = ""  # what a rank holds of a mixture's experts, and why
     refusal: str = ""  # why no GPU runs it, whatever its memory
+    passed_over: int = 0  # bytes of the files that images need, and no text
 
     @property
     def total(self) -> int:
@@ -102,7 +107,7 @@ def capability_here() -> tuple[int, int]:
 
 def plan_memories(
     target: str | Path,
-    draft: str | Path | None,
+    draft: Draft,
     spec: SpecConfig | None,
     options: EngineOptions,
     memories: Sequence[int],
@@ -140,12 +145,14 @@ def plan_memories(
         str(config.quantization or f"{settings.dtype}".removeprefix("torch.")),
         at(context, batch),
         tuple(sum(kv_page_bytes([c], settings, layer_groups([c], settings))) // settings.page_size for c in models.configs),
+        token_bytes_by_kind(models.configs[0], options.kv_cache_dtype, settings.dtype),
         memory=0,
         longest=0,
         widest=0,
         ranks=options.tensor_parallel_size,
         experts=experts_line(config, settings),
         refusal=_refusal(config, settings),
+        passed_over=pair.checkpoint.passed_over_bytes,
     )
 
     def holds(length: int) -> bool:
@@ -232,6 +239,7 @@ def _models(pair: CheckedPair, settings: EngineSettings) -> CountedModels:
         return CountedModels(configs, (weights,), scratch=scratch, lossless=lossless)
     without, layers = drafter.unkept(own), configs[1]
     drafted = tensor_bytes(drafter.checkpoint, layers, settings.dtype, without)
+    drafted += drafter.added_values * settings.dtype.itemsize
     lossless += lossless_bytes_of(drafter.checkpoint, without, share_of_tensor(layers)) if packs else 0
     kept = drafter.model.needs.page_values * settings.dtype.itemsize
     return CountedModels(configs, (weights, drafted), drafter.model.feature_size, kept, scratch, lossless)
@@ -243,21 +251,20 @@ def tensor_bytes(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype
     config: of the layers that they are of, the first rank's share.  A file has one norm for all query heads, and one for all
     key heads; the model keeps a copy for each head (HeadsRMSNorm).
     """
-    names = [name for name in checkpoint.names() if name not in without and not name.endswith("rotary_emb.inv_freq")]
+    names = [name for name in checkpoint.names() if name not in without and not name.endswith(NOT_KEPT)]
     formats, others = quantised_and_dense(checkpoint, names)
     own = [name for name in others if not _is_spare_bias(name, formats, config)]
     held = share_of_tensor(config)
     quantised = sum(matrix_size(format, checkpoint, name, held).bytes for name, format in formats.items())
-    heads: dict[str, int] = {}
-    for name in HEAD_NORMS if config.qk_norm else ():
-        heads |= {f"q_{name}": config.num_heads, f"k_{name}": config.num_kv_heads}
+    norms = {f"{heads}_{name}" for heads in "qk" for name in HEAD_NORMS} if config.qk_norm else set()
     float32 = config.experts is not None and config.experts.kept_float32
 
     def size(name: str) -> int:
         is_above_one = config.zero_centred_norms and NORM.search(name) and not name.endswith(GATED_NORM)
         is_float32 = FLOAT32.search(name) or (float32 and ROUTER.search(name)) or is_above_one
         numbers = math.prod(held(name, checkpoint.shape(name)))
-        copies = heads.get(name.removesuffix(".weight").rpartition(".")[2], 1)
+        norm, heads = name.removesuffix(".weight").rpartition(".")[2], heads_of_tensor(config, name)
+        copies = 1 if norm not in norms else heads.num_heads if norm.startswith("q") else heads.num_kv_heads
         return numbers * copies * (4 if is_float32 else dtype.itemsize)
 
     return quantised + sum(map(size, own))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 
-from specdec.models.config import ModelConfig
+from specdec.models.config import HeadSizes, ModelConfig
 from specdec.models.schemes.size import Held
 
 Shape = tuple[int, ...]
@@ -20,7 +20,15 @@ BY_ROWS = re.compile(
 )
 BY_KV_HEADS = re.compile(r"\.[kv]_proj$")
 BY_COLUMNS = re.compile(r"\.(o_proj|out_proj|down_proj|output_linear|w2)$")
+LAYER = re.compile(r"\blayers\.(\d+)\.")
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
+
+
+def heads_of_tensor(config: ModelConfig, name: str) -> HeadSizes:
+    """The heads of the layer whose tensor it is; those of most layers for a tensor of none, or of an MTP layer."""
+    found = LAYER.search(name)
+    is_own = found is not None and int(found[1]) < config.num_layers
+    return config.heads_of(int(found[1])) if found is not None and is_own else config.heads
 
 
 def share_of_tensor(config: ModelConfig) -> Held:
@@ -28,7 +36,7 @@ def share_of_tensor(config: ModelConfig) -> Held:
 
     config: of the first rank's share.
     """
-    ranks, copies, experts = config.shard.size, config.kv_copies, config.experts
+    ranks, experts = config.shard.size, config.experts
     own = experts.own if experts is not None else None
 
     def held(name: str, shape: Shape) -> Shape:
@@ -41,6 +49,8 @@ def share_of_tensor(config: ModelConfig) -> Held:
             return (shape[0] * len(own) // experts.count, *shape[1:])
         if name.endswith((".dt_bias", ".A_log")):  # of recurrent layers
             return (math.prod(shape) // ranks,)
+        if name.endswith(".attention_sink_bias"):
+            return (shape[0] // ranks,)
         matrix = matrix.removesuffix("_bias")
         if name.endswith("_bias"):  # gpt-oss's of all experts, [experts, rows]
             return (shape[0], -(-shape[1] // ranks)) if BY_ROWS.search(matrix) else shape
@@ -50,7 +60,7 @@ def share_of_tensor(config: ModelConfig) -> Held:
         if wide == "q_norm":
             return (shape[0] // ranks,)
         if BY_KV_HEADS.search(matrix) or wide == "k_norm":
-            return (shape[0] * copies // ranks, *shape[1:])
+            return (shape[0] * heads_of_tensor(config, name).kv_copies // ranks, *shape[1:])
         return (shape[0], shape[1] // ranks) if BY_COLUMNS.search(matrix) and not is_bias else shape
 
     return held

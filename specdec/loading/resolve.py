@@ -57,11 +57,14 @@ class EngineSettings:
     @property
     def lookahead(self) -> int:
         """Slots after the committed tokens that rounds in flight may write."""
-        return max(self.spec.lookahead, self.draft_slots + self.spec.max_steps + 1) if self.spec else 2
+        return max(self.spec.lookahead, self.draft_slots + self.spec.levels + 1) if self.spec else 2
 
     def with_drafter(self, head: DraftModel | None) -> EngineSettings:
-        """The same settings, with as much look-ahead as that drafter needs."""
-        return self if head is None or self.spec is None else replace(self, draft_slots=head.slots(self.spec))
+        """The same settings, with the shape that it makes of theirs, and as much look-ahead as that drafter needs."""
+        if head is None or self.spec is None:
+            return self
+        spec = head.resolved(self.spec)
+        return replace(self, spec=spec, draft_slots=head.slots(spec))
 
     def longest_encoder_input(self, target: ModelConfig) -> int:
         """The most tokens of a text that the target's encoder reads, no more than those of one request; 0 without one."""
@@ -345,15 +348,15 @@ def attention_needs(settings: EngineSettings, *configs: ModelConfig) -> Attentio
     """What these models, target first, need of an attention backend under these settings."""
     spec, target, options = settings.spec, configs[0], settings.options
     asked = {
-        Feature.DIFFERENTIAL: target.differential,
+        Feature.DIFFERENTIAL: any(c.differential for c in configs),
         Feature.INT8_QUERIES: options.int8_queries,
         Feature.SPARSE: target.max_read is not None,
         Feature.SOFTCAP: any(c.softcap is not None for c in configs),
-        Feature.SINKS: any(c.has_sinks for c in configs),
+        Feature.SINKS: any(c.has_sinks or any(heads.has_sinks for heads in c.all_heads) for c in configs),
         Feature.ALIBI: any(kind.alibi for c in configs for kind in c.layer_kinds),
         Feature.ENCODER: target.encoder is not None,
         Feature.DETERMINISTIC: options.deterministic,
-        Feature.TREES: spec is not None and spec.topk > 1,
+        Feature.TREES: spec is not None and not spec.is_chain,
         Feature.CONTEXT_PARALLEL: options.decode_context_parallel_size > 1,
         Feature.SHARED_PREFIXES: options.prefix_caching,
     }
@@ -364,7 +367,7 @@ def attention_needs(settings: EngineSettings, *configs: ModelConfig) -> Attentio
         architecture_of(settings.device),
         gpu_kind(settings.device),
         head_dims=tuple(dict.fromkeys(head_dim for c in configs for head_dim in c.head_dims)),
-        value_dims=tuple(dict.fromkeys(c.split_width for c in configs if c.split_width)),
+        value_dims=tuple(dict.fromkeys(width for c in configs for width in c.split_widths)),
         kinds=tuple(dict.fromkeys(kind for c in configs for kind in c.key_kinds)),
         latents=(target.latent_rank, target.head_dim) if target.keeps_latents else None,
         kv_cache_dtype=options.kv_cache_dtype,

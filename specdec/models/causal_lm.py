@@ -23,7 +23,7 @@ from specdec.models.layers import MLP, Embedding, NoNorm, RMSNorm, Rotary, SelfA
 from specdec.models.linear import Linear
 from specdec.models.mixtures.layer import MixtureOfExperts
 from specdec.models.target import Target, TargetOutput
-from specdec.ops.products.partials import Partials
+from specdec.ops.products.partials import Delta
 from specdec.ops.rope import Rotation
 from specdec.ops.rows import select_rows
 from specdec.parallel.group import ALONE
@@ -45,8 +45,8 @@ class TargetLayer(nn.Module, ABC):
         attn: AttentionFn,
         layer: int,
         rows_R: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | Partials]:
-        """The pair (residual stream, what the caller still has to add to the stream), each [T, H] or [R, H].
+    ) -> tuple[Tensor, Delta | None]:
+        """The pair (residual stream, what the caller still has to add to the stream), each [T, H] or [R, H]; None: nothing.
 
         The next layer's norm adds the two in its own kernel launch, which saves a launch a layer.
         x_TH: the residual stream.  normed_TH: the stream after this layer's input norm.  rows_R: if given, the pair is computed
@@ -80,7 +80,7 @@ class PreNormLayer(TargetLayer):
         attn: AttentionFn,
         layer: int,
         rows_R: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | Partials]:
+    ) -> tuple[Tensor, Delta]:
         """See TargetLayer."""
         attended = self.self_attn(normed_TH, rotation, attn, layer, rows_R)
         x = x_TH if rows_R is None else select_rows(x_TH, rows_R)
@@ -140,7 +140,11 @@ class CausalLM(Target):
             self.lm_head = Linear.of(own_rows(self.embed_tokens.weight, config.shard))
         else:
             self.lm_head = Linear.vocabulary(config.hidden_size, config.vocab_size, config.shard)
-        self.rotary = Rotary(config.rope, config.head_dim, max_positions)
+        turned = list(dict.fromkeys((heads.rope, heads.head_dim) for heads in (config.heads, *config.all_heads)))
+        self.rotary = Rotary(*turned[0], max_positions)
+        self.other_rotaries = nn.ModuleList(Rotary(*each, max_positions) for each in turned[1:])
+        layers = map(config.heads_of, range(config.num_layers))
+        self._rotary_of = [turned.index((heads.rope, heads.head_dim)) for heads in layers]  # by layer
 
     def forward(
         self,
@@ -155,10 +159,11 @@ class CausalLM(Target):
         With rows_R, layers whose other rows nobody reads compute those rows only: the last layer, and all layers of the model's
         end that store no keys and values.  The output of a captured layer has every token.
         """
-        rotation = self.rotary.at(positions_T)
+        rotations = self._rotations(positions_T)
         layers = [cast(TargetLayer, layer) for layer in self.layers]
         next_norms = [layer.input_layernorm for layer in layers[1:]] + [self.norm]
         x, normed = self._embed(ids_T, layers[0].input_layernorm)
+        own_TLP = self.layer_inputs(ids_T, x)
         assert len(set(aux_layers)) == len(aux_layers) and all(0 <= index < len(layers) for index in aux_layers), aux_layers
         aux_TAH = x.new_empty(x.shape[0], len(aux_layers), x.shape[1])  # the norms after these layers write their outputs here
         last, first = len(layers) - 1, self.config.first_of_rows(aux_layers)
@@ -166,14 +171,27 @@ class CausalLM(Target):
         for index, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
             if asked is not None and index == first:
                 x, normed = select_rows(x, asked), select_rows(normed, asked)
-                rotation = self.rotary.at(positions_T.index_select(0, asked))
+                rotations = self._rotations(positions_T.index_select(0, asked))
+                own_TLP = None if own_TLP is None else own_TLP.index_select(0, asked)
                 attn, asked = rows_of(attn, asked), None
             early = asked if index == last and last not in aux_layers else None
-            x, delta = layer(x, normed, rotation, attn, index, early)
+            own = () if own_TLP is None else (own_TLP[:, index],)
+            x, delta = layer(x, normed, rotations[self._rotary_of[index]], attn, index, early, *own)
             x, normed = next_norm.add(x, delta, aux_TAH[:, aux_layers.index(index)] if index in aux_layers else None)
             asked = asked if early is None else None
         hidden = normed if asked is None else select_rows(normed, asked)
         return TargetOutput(hidden, aux_TAH.flatten(1) if len(aux_layers) else None)
+
+    def layer_inputs(self, ids_T: Tensor, x_TH: Tensor) -> Tensor | None:
+        """[T, layers, P]: what each layer reads of each token beside the residual stream, given the embeddings; None: nothing.
+
+        Layers of families with such inputs take them as one argument more, of all T tokens.
+        """
+        return None
+
+    def _rotations(self, positions_T: Tensor) -> list[Rotation]:
+        """Of each rotary table, for tokens at these positions."""
+        return [cast(Rotary, rotary).at(positions_T) for rotary in (self.rotary, *self.other_rotaries)]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The logits [..., V] of final hidden states [..., H]."""

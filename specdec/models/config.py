@@ -7,8 +7,9 @@ which family it is.  This file knows no key of a config.json and no weights; at 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,14 +21,17 @@ from specdec.models.recurrent.sizes import RecurrentConfig
 from specdec.models.schemes.rules import Quantization
 from specdec.parallel.shard import Shard
 
-NO_ROPE = "none"
+NO_ROPE, PROPORTIONAL = "none", "proportional"
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding: theta, and Llama-3.1's or a linear scaling (`kind`: default | linear | llama3 | none).
+    """Rotary embedding: theta, and Llama-3.1's or a linear scaling (`kind`: default | linear | llama3 |
+    proportional | none).
 
     kind none: positions turn nothing (NoPE); tables then hold angles of 0, for kernels that turn heads all the same.
+
+    kind proportional: only the first pairs of a head are turned, `share` of them, and as if all of them were.
 
     rotated: how many values of a head are turned, where not all are; 0: all.
     interleaved: whether a checkpoint's pairs lie side by side.  In memory they lie as `ops.rope.by_halves` says.
@@ -41,6 +45,7 @@ class RopeConfig:
     original_max_position: float = 8192
     rotated: int = 0
     interleaved: bool = False
+    share: float = 1.0
 
     @property
     def of_whole_heads(self) -> RopeConfig:
@@ -48,7 +53,10 @@ class RopeConfig:
 
         Beside a target that knows no positions, draft heads have the usual angles: their layouts can't say that they have none.
         """
-        return RopeConfig() if self.kind == NO_ROPE else replace(self, rotated=0, interleaved=False)
+        if self.kind == NO_ROPE:
+            return RopeConfig()
+        kind = "default" if self.kind == PROPORTIONAL else self.kind
+        return replace(self, kind=kind, rotated=0, interleaved=False, share=1.0)
 
 
 @dataclass(frozen=True)
@@ -96,13 +104,51 @@ class OutputNames(NamedTuple):
 
 
 @dataclass(frozen=True)
+class HeadSizes:
+    """What heads a layer's attention has: their number, widths and rotary embedding, on one rank.
+
+    value_width: of a value where that is not head_dim; 0: it is.
+    attention_scale: of products of queries and keys; None: head_dim ** -0.5.
+    has_sinks: whether each query head has a logit more in its softmax.
+    values_are_keys: whether keys and values have one projection.
+    kv_copies: how many neighbouring ranks hold the same key/value heads.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_width: int = 0
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    attention_scale: float | None = None
+    has_sinks: bool = False
+    values_are_keys: bool = False
+    kv_copies: int = 1
+
+    @property
+    def value_dim(self) -> int:
+        """The width of a value."""
+        return self.value_width or self.head_dim
+
+    @property
+    def group_size(self) -> int:
+        """How many query heads read the same key."""
+        return self.num_heads // self.num_kv_heads
+
+    def share(self, shard: Shard) -> HeadSizes:
+        """What one rank has of the whole layer's heads."""
+        heads, kv_heads = shard.share(self.num_heads), shard.share(self.num_kv_heads)
+        return replace(self, num_heads=heads, num_kv_heads=kv_heads, kv_copies=shard.copies(self.num_kv_heads))
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Sizes and switches of a decoder.  Counts are in heads, layers and hidden units.
 
-    value_width: of a value head where that is not head_dim; 0: it is.
+    num_heads to head_dim, and all else that HeadSizes has: of the layers whose kind is not in unlike_heads.
+    unlike_heads: the kinds of layers with other heads, and these heads; `heads_of` answers for any layer.
     qk_norm: whether queries and keys are normed head by head.  norms_all_heads: whether all heads of a token are, together.
     zero_centred_norms: whether norms multiply by 1 + their weight (see RMSNorm), those of heads too.
-    layer_kinds: which keys each layer reads; left out: all full.  softcap, has_sinks: whether any layer has them.
+    layer_kinds: which keys each layer reads; left out: all full.  softcap: whether any layer has one.
     sqrt_alibi: of layers with ALiBi, whether it counts the roots of distances.
     one_block: whether a layer is one block: attention, or one that keeps a state, or an MLP or a mixture.
     embedding_multiplier, logits_multiplier, logits_divisor: what embeddings and logits are multiplied with, or divided by.
@@ -120,8 +166,8 @@ class ModelConfig:
     encoder: of an encoder-decoder model, in which every layer reads the encoder's output too; else None.
     mtp_layers: layers of multi-token prediction in the checkpoint, which the target itself does not compute.
     shard: which rank's share of the model this is; the counts of heads and intermediate_size are then that share's.
-    kv_copies: how many neighbouring ranks hold the same key/value heads.
     output_names: what checkpoints call the matrices that end a layer's blocks.
+    wrapper: the model_type of the wrapper that this is the text model of; empty: it stands alone.
     """
 
     family: str
@@ -168,7 +214,11 @@ class ModelConfig:
     quantization: Quantization | None = None
     shard: Shard = Shard()
     kv_copies: int = 1
+    attention_scale: float | None = None
+    values_are_keys: bool = False
+    unlike_heads: tuple[tuple[LayerKind, HeadSizes], ...] = ()
     output_names: OutputNames = OutputNames()
+    wrapper: str = ""
 
     def __post_init__(self) -> None:
         if set(self.layer_kinds) <= {FULL}:  # a copy of another config may have another number of layers
@@ -180,6 +230,37 @@ class ModelConfig:
         if not self.recurrent_layers:  # nor need it have such layers
             store(self, recurrent=None)
         assert self.recurrent is not None or not self.recurrent_layers, self.layer_kinds
+
+    @property
+    def heads(self) -> HeadSizes:
+        """The heads of all layers whose kind has no others."""
+        return HeadSizes(*(getattr(self, each.name) for each in fields(HeadSizes)))
+
+    def heads_of(self, layer: int) -> HeadSizes:
+        """The heads of that layer's attention."""
+        return dict(self.unlike_heads).get(self.layer_kinds[layer], self.heads)
+
+    @property
+    def all_heads(self) -> tuple[HeadSizes, ...]:
+        """The heads that layers of attention have, each once."""
+        return tuple(dict.fromkeys(map(self.heads_of, self.key_layers)))
+
+    def with_heads_of(self, layer: int) -> ModelConfig:
+        """The config of a layer's modules, in which that layer's heads are those of all layers."""
+        if not self.unlike_heads:
+            return self
+        own = self.heads_of(layer)
+        return replace(self, unlike_heads=(), **{each.name: getattr(own, each.name) for each in fields(HeadSizes)})
+
+    @property
+    def key_layers(self) -> tuple[int, ...]:
+        """The numbers of the layers of attention."""
+        return tuple(layer for layer, kind in enumerate(self.layer_kinds) if kind.attends)
+
+    @property
+    def logits_scale(self) -> float:
+        """What a product with the language-model head is multiplied with, to be logits."""
+        return self.logits_multiplier / self.logits_divisor
 
     @property
     def recurrent_layers(self) -> tuple[int, ...]:
@@ -222,12 +303,13 @@ class ModelConfig:
     def key_operations(self) -> float:
         """How many more operations a query takes in attention for each key that comes before it, over all layers.
 
-        Layers that read all keys take four for each head and dimension.  Where an indexer chooses the keys, only its scores
-        grow: two for each of its heads and dimensions.  Layers with a window cost the same at every position.
+        Layers that read all keys take two for each head and dimension of keys and of values.  Where an indexer chooses the
+        keys, only its scores grow: two for each of its heads and dimensions.  Layers with a window cost the same everywhere.
         """
         if (index := self.indexer) is not None:
             return 2.0 * index.heads * index.head_dim * len(set(index.sources))
-        return 4.0 * self.num_heads * self.head_dim * sum(kind.span is None for kind in self.key_kinds)
+        growing = [self.heads_of(layer) for layer in self.key_layers if self.layer_kinds[layer].span is None]
+        return float(sum(2 * heads.num_heads * (heads.head_dim + heads.value_dim) for heads in growing))
 
     @property
     def mlp_layers(self) -> tuple[int, ...]:
@@ -250,33 +332,39 @@ class ModelConfig:
         return (dense * self.intermediate_size + (len(self.mlp_layers) - dense) * chosen) / self.num_layers
 
     @property
-    def split_width(self) -> int:
-        """The width of values that are not as wide as their keys, as wide as two heads if differential; 0: they are."""
-        return 2 * self.head_dim if self.differential else self.value_width
+    def split_widths(self) -> tuple[int, ...]:
+        """The widths of values that are not as wide as their keys, as wide as two heads if differential."""
+        if self.differential:
+            return (2 * self.head_dim,)
+        return tuple(dict.fromkeys(heads.value_width for heads in self.all_heads if heads.value_width))
 
     @property
     def head_dims(self) -> tuple[int, ...]:
         """Of all attention with heads of its own, the encoder's included; none for latent attention."""
-        own = () if self.keeps_latents else (self.head_dim,)
+        own = () if self.keeps_latents else tuple(dict.fromkeys(heads.head_dim for heads in (self.all_heads or (self.heads,))))
         return own if self.encoder is None else (*own, self.encoder.head_dim)
 
     @property
     def heads_a_key(self) -> int:
-        """How many query heads read the same key: all of them with latent attention, else the size of a GQA group."""
-        return self.num_heads if self.keeps_latents else self.num_heads // self.num_kv_heads
+        """How many query heads read the same key at most: all of them with latent attention, else the size of a GQA group."""
+        if self.keeps_latents:
+            return self.num_heads
+        return max((heads.group_size for heads in self.all_heads), default=self.heads.group_size)
 
     @property
-    def attention_width(self) -> int:
-        """The columns of a layer's output projection: the values of all heads."""
-        return self.num_heads * self.head_dim
+    def attention_widths(self) -> tuple[int, ...]:
+        """The columns of layers' output projections: the values of all heads."""
+        return tuple(dict.fromkeys(heads.num_heads * heads.value_dim for heads in self.all_heads or (self.heads,)))
 
     def kv_holders(self, ranks: int) -> int:
-        """How many of `ranks` ranks that share the whole model hold the same keys and values of a token."""
-        return ranks if self.keeps_latents else max(1, ranks // self.num_kv_heads)
+        """How many of `ranks` ranks that share the whole model hold the same keys and values of a token, in every layer."""
+        if self.keeps_latents:
+            return ranks
+        return math.gcd(*(max(1, ranks // heads.num_kv_heads) for heads in self.all_heads or (self.heads,)))
 
     def row_lengths(self, ranks: int) -> tuple[int, ...]:
         """The lengths of the rows of its matrices, of which so many ranks hold a share each."""
-        shared = [self.intermediate_size, self.attention_width, self.recurrent.outputs if self.recurrent else 0]
+        shared = [self.intermediate_size, *self.attention_widths, self.recurrent.outputs if self.recurrent else 0]
         shared += [] if self.experts is None else [self.experts.shared_size]
         return (self.hidden_size, *(size // ranks for size in shared if size))
 

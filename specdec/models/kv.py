@@ -4,8 +4,8 @@ This file knows model configs and caches; it knows neither pages nor requests.
 
 kv_cache_dtype is, in all functions, the setting of that name: "auto" stores keys and values in the model's own dtype, while
 "fp8" and "int8" quantise them, and "int8_keys" quantises keys alone.  "fp8_ds_mla" quantises latents; a draft head with
-ordinary heads then stores its few keys and values in its own dtype.  A config's head_dim is the dimension of every key and
-value head; only with latent attention (MLA) it is the rotated part of a key, which is stored beside the latent.
+ordinary heads then stores its few keys and values in its own dtype.  With latent attention (MLA) a config's head_dim is the
+rotated part of a key, which is stored beside the latent.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from specdec.attention.caches.fp8_latent import FP8_LATENTS, Fp8LatentLayout
 from specdec.attention.caches.heads_cache import HeadsLayout
 from specdec.attention.caches.int8_keys import INT8_KEYS, Int8KeysLayout
 from specdec.attention.caches.kv_cache import KVCache
-from specdec.attention.caches.layout import CacheLayout
+from specdec.attention.caches.layout import CacheLayout, UnlikeLayout
 from specdec.attention.caches.mla_cache import LatentLayout
 from specdec.attention.caches.quant_cache import QuantLayout
 from specdec.attention.caches.sparse_cache import LatentFormat, SparseLatentLayout
-from specdec.attention.caches.split_cache import SplitLayout
+from specdec.attention.caches.split_cache import QuantSplitLayout, SplitLayout
 from specdec.models.checkpoints.kv_scales import kv_scales
-from specdec.models.config import ModelConfig
+from specdec.models.config import HeadSizes, ModelConfig
 
 
 def cache_layout(
@@ -48,14 +48,34 @@ def cache_layout(
         if (index := config.indexer) is None:
             return latents
         return SparseLatentLayout(latents, index.head_dim, dtype, tuple(sorted(set(index.sources))))
-    if kv_cache_dtype in ("auto", FP8_LATENTS) and config.value_width:
-        return SplitLayout(config.num_kv_heads, config.head_dim, config.value_width, dtype)
-    if kv_cache_dtype in ("auto", FP8_LATENTS):
-        return HeadsLayout(config.num_kv_heads, config.head_dim, dtype)
-    assert not config.value_width, "the capability table refuses 8-bit caches for such models"
-    if kv_cache_dtype == INT8_KEYS:
-        return Int8KeysLayout(config.num_kv_heads, config.head_dim, dtype, int8_queries)
-    return QuantLayout(kv_cache_dtype, config.num_kv_heads, config.head_dim, device, scales, int8_queries)
+
+    def of_heads(heads: HeadSizes) -> CacheLayout:
+        K, D = heads.num_kv_heads, heads.head_dim
+        if kv_cache_dtype in ("auto", FP8_LATENTS):
+            return SplitLayout(K, D, heads.value_width, dtype) if heads.value_width else HeadsLayout(K, D, dtype)
+        if heads.value_width:
+            assert kv_cache_dtype != INT8_KEYS, "the capability table refuses it for such models"
+            return QuantSplitLayout(kv_cache_dtype, K, D, heads.value_width, device, scales, int8_queries)
+        if kv_cache_dtype == INT8_KEYS:
+            return Int8KeysLayout(K, D, dtype, int8_queries)
+        return QuantLayout(kv_cache_dtype, K, D, device, scales, int8_queries)
+
+    layers = [config.heads_of(layer) for layer in range(config.num_layers)]
+    stored = {(heads.num_kv_heads, heads.head_dim, heads.value_width): heads for heads in config.all_heads or layers}
+    layouts, sizes = tuple(map(of_heads, stored.values())), list(stored)
+    if len(layouts) == 1:
+        return layouts[0]
+    numbers = [sizes.index(own) if (own := (h.num_kv_heads, h.head_dim, h.value_width)) in stored else 0 for h in layers]
+    return UnlikeLayout(layouts, tuple(numbers))
+
+
+def token_bytes_by_kind(config: ModelConfig, kv_cache_dtype: str, dtype: torch.dtype) -> dict[str, int]:
+    """The bytes of one token's keys and values in all layers of a kind together, by the kind's name.  dtype: the model's."""
+    layout, found = cache_layout(config, kv_cache_dtype, dtype), dict[str, int]()
+    for layer in sorted(set(config.key_sources)):
+        kind = str(config.layer_kinds[layer])
+        found[kind] = found.get(kind, 0) + layout.layer_bytes(layer)
+    return found
 
 
 def kv_read_bytes(config: ModelConfig, kv_cache_dtype: str, dtype: torch.dtype, context: float) -> float:

@@ -16,12 +16,13 @@ from torch import Tensor, nn
 
 from specdec.attention.inputs import AttentionFn, HeadInputs, QueryInputs
 from specdec.attention.kinds import PLAIN, Scoring
-from specdec.models.config import NO_ROPE, ModelConfig, RopeConfig
+from specdec.models.config import NO_ROPE, PROPORTIONAL, ModelConfig, RopeConfig
 from specdec.models.linear import Linear
 from specdec.models.making import made_now, new_weight
 from specdec.models.yarn import YarnRope, yarn_frequencies
-from specdec.ops.norm import add_rms_norm, embed_rms_norm, rms_norm
-from specdec.ops.products.partials import Partials, added_up
+from specdec.ops.norm import add_normed, add_rms_norm, embed_rms_norm, rms_norm
+from specdec.ops.products.dense import relu2
+from specdec.ops.products.partials import Delta, Partials, added_up
 from specdec.ops.rope import HeadPrep, Rotation, rotary_table
 from specdec.parallel.group import ALONE, Group
 
@@ -57,17 +58,27 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
     def add(
-        self, x_TH: Tensor, delta_TH: Tensor | Partials, out_TH: Tensor | None = None, below_CH: Tensor | None = None
+        self, x_TH: Tensor, delta_TH: Delta | None, out_TH: Tensor | None = None, below_CH: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """The pair (x + delta, the norm of x + delta), each [T, H], from one kernel launch.
 
-        delta: this rank's partial sum of what the layer before computed.
+        delta: this rank's partial sum of what the layer before computed; None: that is in x already, on all ranks.
         out_TH: memory for the sum.  below_CH: rows that follow the normed ones, so that the second result is [T + C, H].
         """
-        if isinstance(delta_TH, Partials):
-            assert self.group.size == 1, "ranks exchange sums"
+        if delta_TH is None:
+            assert below_CH is None
+            return x_TH if out_TH is None else out_TH.copy_(x_TH), self(x_TH)
+        if self.group.size > 1:  # ranks exchange products
+            delta_TH = added_up(delta_TH)
+        if not isinstance(delta_TH, Tensor):
             return add_rms_norm(x_TH, delta_TH, self.weight, self.eps, out_TH, below_CH)
         return self.group.all_reduce_add_rms_norm(x_TH, delta_TH, self.weight, self.eps, out_TH, below_CH)
+
+    def add_normed(self, x_TH: Tensor, delta_TH: Delta) -> Tensor:
+        """x + the norm of the sum of all ranks' deltas: [T, H], from one kernel launch."""
+        if self.group.size > 1:
+            delta_TH = self.group.all_reduce(added_up(delta_TH))
+        return add_normed(x_TH, delta_TH, self.weight, self.eps)
 
     def embed(self, ids_T: Tensor, table_VH: Tensor, below_CH: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The pair (embeddings of the ids (int64), their norm), each [T, H].  below_CH: as of `add`."""
@@ -85,11 +96,15 @@ class NoNorm(nn.Module):
         return x
 
     def add(
-        self, x_TH: Tensor, delta_TH: Tensor | Partials, out_TH: Tensor | None = None, below_CH: Tensor | None = None
+        self, x_TH: Tensor, delta_TH: Delta | None, out_TH: Tensor | None = None, below_CH: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """As of RMSNorm; both are the sum."""
         assert below_CH is None
-        total_TH = self.group.all_reduce_add(x_TH, added_up(delta_TH))
+        total_TH = x_TH
+        if delta_TH is not None and self.group.size > 1:
+            total_TH = self.group.all_reduce_add(x_TH, added_up(delta_TH))
+        elif delta_TH is not None:
+            total_TH = add_normed(x_TH, delta_TH, None)
         return total_TH if out_TH is None else out_TH.copy_(total_TH), total_TH
 
     def embed(self, ids_T: Tensor, table_VH: Tensor, below_CH: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -127,8 +142,10 @@ def projection(config: ModelConfig, in_features: int, num_kv_heads: int, query_r
 
     query_rows: rows of q_proj for each value of a query.
     """
-    heads = {"q_proj": query_rows * config.num_heads, "k_proj": num_kv_heads, "v_proj": num_kv_heads}
-    parts = {name: count * config.head_dim for name, count in heads.items() if count}
+    sizes = config.heads
+    rows = {"q_proj": query_rows * sizes.num_heads * sizes.head_dim, "k_proj": num_kv_heads * sizes.head_dim}
+    rows["v_proj"] = 0 if sizes.values_are_keys else num_kv_heads * sizes.value_dim
+    parts = {name: count for name, count in rows.items() if count}
     copies = {"k_proj": config.kv_copies, "v_proj": config.kv_copies}
     return Linear.column(in_features, parts, config.shard, config.qkv_bias, copies)
 
@@ -147,6 +164,9 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, device: torch.device) -
     if isinstance(rope, YarnRope):
         return yarn_frequencies(rope, head_dim, device)
     inv_freq = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).float() / head_dim)
+    if rope.kind == PROPORTIONAL:
+        pairs = int(rope.share * head_dim // 2)
+        return torch.cat((inv_freq[:pairs] / rope.factor, inv_freq.new_zeros(head_dim // 2 - pairs)))
     if rope.kind == "linear":
         return inv_freq / rope.factor
     if rope.kind == "default":
@@ -186,6 +206,7 @@ class Rotary(nn.Module):
 class SelfAttention(nn.Module):
     """Self-attention: one projection to queries, keys and values, then attention, then the output projection.
 
+    config: that of the layer, in which its heads are those of all layers (`ModelConfig.with_heads_of`).
     in_features: width of the input; EAGLE-3 heads read two hidden states side by side.
     shares_kv: whether the layer reads the keys and values of an earlier layer.  It then projects queries only, and has no kv
         heads of its own (num_kv_heads is 0).
@@ -199,8 +220,9 @@ class SelfAttention(nn.Module):
         self.shares_kv = shares_kv
         self.num_heads, self.num_kv_heads = config.num_heads, 0 if shares_kv else config.num_kv_heads
         self.head_dim, self.rope = config.head_dim, config.rope
+        self._scoring = PLAIN if config.attention_scale is None else Scoring(scale=config.attention_scale)
         self.qkv_proj = projection(config, in_features, self.num_kv_heads, self.query_rows)
-        self.o_proj = Linear.row(self.num_heads * self.head_dim, config.hidden_size, config.shard, config.o_bias)
+        self.o_proj = Linear.row(self.num_heads * config.heads.value_dim, config.hidden_size, config.shard, config.o_bias)
         self.qk_norm = HeadsRMSNorm(config, self.num_heads + self.num_kv_heads) if config.qk_norm else None
         self.kv_scale_2K: Tensor | None = None  # scales of fp8 keys and values, if the checkpoint has any; caches read them
 
@@ -222,7 +244,7 @@ class SelfAttention(nn.Module):
     @property
     def scoring(self) -> Scoring:
         """How products of queries and keys become weights; families with another way override this."""
-        return PLAIN
+        return self._scoring
 
 
 class MLP(nn.Module):
@@ -249,4 +271,4 @@ class ReluMLP(nn.Module):
 
     def forward(self, x: Tensor, partials: bool = False) -> Tensor | Partials:
         """partials: as of MLP."""
-        return self.down_proj(F.relu(self.up_proj(x)).square(), partials=partials)
+        return self.down_proj(relu2(added_up(self.up_proj(x))), partials=partials)

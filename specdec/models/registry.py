@@ -19,17 +19,17 @@ from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.config_values import NotComputedHere, text
 from specdec.models.checkpoints.frame import Family, check_tensors, empty, load_family, open_target
 from specdec.models.checkpoints.mistaken import refuse_head_config
-from specdec.models.config import ModelConfig, read_json
+from specdec.models.config import ModelConfig
+from specdec.models.described import described
 from specdec.models.gguf.blocks import KEPT
-from specdec.models.gguf.config import config_of
 from specdec.models.gguf.file import is_gguf, open_gguf
 from specdec.models.gguf.kept_blocks import BLOCKS, blocks_of
 from specdec.models.keys.ends import with_ends
-from specdec.models.keys.wrappers import unwrapped
+from specdec.models.keys.wrapper_table import WRAPPERS
 from specdec.models.llama.config import FAMILIES as LLAMA
 from specdec.models.mixtures.loader import FAMILIES as MIXTURES
 from specdec.models.qwen_hybrid.config import FAMILIES as HYBRIDS
-from specdec.models.schemes.config import SIDECAR, read_sidecar, round_to_nearest
+from specdec.models.schemes.config import round_to_nearest
 from specdec.models.sharding import join
 from specdec.models.target import Target
 from specdec.parallel.group import ALONE, Group
@@ -51,6 +51,8 @@ FOLDERS = {
     "nemotron_h": ("nemotron_h",),
     "olmo_hybrid": ("olmo_hybrid",),
     "kimi_linear": ("kimi_linear",),
+    "mimo_v2": ("mimo_v2_flash",),
+    "gemma4": ("gemma4_text",),
 }
 NATIVE = (*(name for types in FOLDERS.values() for name in types), *MIXTURES)
 
@@ -119,8 +121,17 @@ def read_target(folder: Path, backend: str = "auto") -> TargetChoice:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}; nearest setting that works: 'auto'")
     if is_gguf(folder):
         return _read_gguf(folder, backend)
+    found = described(folder)
+    chosen = _read_folder(folder, found.config, backend)
+    if not found.wrapper:
+        return chosen
+    scheme = chosen.config.quantization and replace(chosen.config.quantization, names=WRAPPERS[found.wrapper].matrix_names)
+    return chosen._replace(config=replace(chosen.config, wrapper=found.wrapper, quantization=scheme))
+
+
+def _read_folder(folder: Path, raw: dict[str, Any], backend: str) -> TargetChoice:
+    """raw: its config, of a wrapper the text model's."""
     path = folder / "config.json"
-    raw = target_json(folder)
     refuse_head_config(raw, path)
     family = text(raw, "model_type", str(path))
     native = family_of(family)
@@ -147,21 +158,6 @@ def read_target(folder: Path, backend: str = "auto") -> TargetChoice:
     return TargetChoice("native", "asked for by name" if backend == "native" else f"a native module for {family!r}", config)
 
 
-def target_json(place: Path) -> dict[str, Any]:
-    """The object of a target's config.json, or what a GGUF file's keys say in its words.
-
-    With what ModelOpt's older files say of weights beside it, in hf_quant_config.json.  Of a wrapper, the text model's.
-    ValueError if two places say something and contradict each other.
-    """
-    if is_gguf(place):
-        return config_of(open_gguf(place))
-    path, beside = place / "config.json", place / SIDECAR
-    raw = read_json(path)
-    if beside.is_file() and (scheme := read_sidecar(read_json(beside), raw, str(beside), str(path))) is not None:
-        raw["quantization_config"] = scheme
-    return unwrapped(raw, str(path))
-
-
 def _read_gguf(path: Path, backend: str) -> TargetChoice:
     """Our own modules alone compute a GGUF file's model: each architecture that is read has one."""
     if backend == "transformers":
@@ -169,7 +165,7 @@ def _read_gguf(path: Path, backend: str) -> TargetChoice:
             f"backend='transformers' reads folders in Hugging Face layout, got the GGUF file {path}; nearest setting that "
             "works: backend='native'"
         )
-    raw = target_json(path)
+    raw = described(path).config
     native = family_of(raw["model_type"])
     assert native is not None, raw["model_type"]
     return TargetChoice("native", "a GGUF file", native.parse(raw, str(path)))
@@ -234,10 +230,10 @@ def load_chosen(
     checked: what `check_chosen` gave; None: the folder is checked here.
     """
     checkpoint = checked or check_chosen(choice, folder)
+    if checkpoint.passed_over and group.rank == 0:
+        what = f"{len(checkpoint.passed_over)} tensors of {checkpoint.passed_over_bytes:,} bytes"
+        warnings.warn(f"{folder}: texts alone are read: {what} are passed over, which images need", stacklevel=2)
     if choice.native is not None:
-        if checkpoint.passed_over and group.rank == 0:
-            what = f"{len(checkpoint.passed_over)} tensors of {checkpoint.passed_over_bytes:,} bytes"
-            warnings.warn(f"{folder}: texts alone are read: {what} are passed over, which images need", stacklevel=2)
         shard = Shard(group.rank, group.size)
         model = load_family(choice.native, checkpoint, choice.config, max_positions, device, dtype, shard)
         join(model, group)

@@ -54,13 +54,14 @@ def share_of(config: ModelConfig, shard: Shard, whose: str = "target") -> ModelC
             f"nearest setting that works: tensor_parallel_size={fits[0]}{_with_whole_experts(config, shard.size)}"
             f"{_without_groups(config, shard.size)}"
         )
-    own = {"num_heads": shard.share(config.num_heads)}
+    heads = config.heads.share(shard)
+    own = {"num_heads": heads.num_heads, "num_kv_heads": heads.num_kv_heads, "kv_copies": heads.kv_copies}
     if _shares_intermediate(config):
         own["intermediate_size"] = shard.share(config.intermediate_size)
-    own |= {"num_kv_heads": shard.share(config.num_kv_heads), "kv_copies": shard.copies(config.num_kv_heads)}
+    unlike = tuple((kind, each.share(shard)) for kind, each in config.unlike_heads)
     experts = config.experts and _share_of_experts(config.experts, shard)
     recurrent = config.recurrent and config.recurrent.share(shard)
-    return replace(config, shard=shard, experts=experts, recurrent=recurrent, **own)  # type: ignore[arg-type]
+    return replace(config, shard=shard, experts=experts, recurrent=recurrent, unlike_heads=unlike, **own)  # type: ignore[arg-type]
 
 
 def _share_of_experts(experts: ExpertsConfig, shard: Shard) -> ExpertsConfig:
@@ -117,13 +118,14 @@ def join(model: Shared, group: Group) -> None:
 
 def misfit(config: ModelConfig, size: int) -> str:
     """Which size of the model `size` ranks can't share evenly; empty if they can share all."""
-    heads, kv_heads = config.num_heads, config.num_kv_heads
-    if heads % size:
-        return f"{heads} attention heads"
-    if kv_heads % size and size % kv_heads:
-        return f"{kv_heads} key/value heads"
-    if config.differential and kv_heads % (2 * size):
-        return f"{kv_heads} key/value heads, of which each rank needs whole pairs"
+    for sizes in config.all_heads or (config.heads,):
+        heads, kv_heads = sizes.num_heads, sizes.num_kv_heads
+        if heads % size:
+            return f"{heads} attention heads"
+        if kv_heads % size and size % kv_heads:
+            return f"{kv_heads} key/value heads"
+        if config.differential and kv_heads % (2 * size):
+            return f"{kv_heads} key/value heads, of which each rank needs whole pairs"
     if config.recurrent is not None and (why := config.recurrent.misfit(size)):
         return why
     if why := _broken_groups(config, size):
@@ -153,10 +155,11 @@ def _broken_groups(config: ModelConfig, size: int) -> str:
     """As `misfit`, of the columns that ranks share in matrices with a scale for each group of columns."""
     if config.quantization is None or size == 1:
         return ""
-    shared = {**_widths(config), "attention outputs": (config.attention_width, (config.output_names.attention,))}
+    shared = [(name, *each) for name, each in _widths(config).items()]
+    shared += [("attention outputs", width, (config.output_names.attention,)) for width in config.attention_widths]
     if config.recurrent is not None:
-        shared["outputs of recurrent layers"] = config.recurrent.outputs, (config.output_names.recurrent,)
-    for name, (width, matrices) in shared.items():
+        shared.append(("outputs of recurrent layers", config.recurrent.outputs, (config.output_names.recurrent,)))
+    for name, width, matrices in shared:
         names = [f"model.layers.{layer}.{matrix}" for layer in range(config.num_layers) for matrix in matrices]
         if config.quantization.in_act_order(names):
             return f"{name}, which are in act order (desc_act, actorder),"

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from specdec.ops.launch import use_kernels
 from specdec.ops.operator import define, use_operator
-from specdec.ops.products.partials import Partials
+from specdec.ops.products.partials import Delta, added_up
 
 
 def rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
@@ -40,7 +40,7 @@ def _normed(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm(
     x_TH: Tensor,
-    delta_TH: Tensor | Partials,
+    delta_TH: Delta,
     weight_H: Tensor,
     eps: float,
     out_TH: Tensor | None = None,
@@ -54,14 +54,22 @@ def add_rms_norm(
         from specdec.ops.norm_triton import launch_add_rms_norm
 
         return launch_add_rms_norm(x_TH, delta_TH, weight_H, eps, out_TH=out_TH, below_CH=below_CH)
-    if isinstance(delta_TH, Partials):
-        delta_TH = delta_TH.tensor()
+    delta_TH = added_up(delta_TH)
     if use_operator(x_TH):
         total_TH, normed_TH = ADD_RMS_NORM(x_TH, delta_TH, weight_H, eps)
     else:
         total_TH = x_TH + delta_TH
         normed_TH = _normed(total_TH, weight_H, eps)
     return total_TH if out_TH is None else out_TH.copy_(total_TH), _above(normed_TH, below_CH)
+
+
+def add_normed(x_TH: Tensor, delta_TH: Delta, weight_H: Tensor | None, eps: float = 0.0) -> Tensor:
+    """x + the norm of delta, of families that norm what a block gives; weight None: x + delta, which is not normed."""
+    if use_kernels(x_TH):
+        from specdec.ops.norm_triton import launch_add_normed
+
+        return launch_add_normed(x_TH, delta_TH, weight_H, eps)
+    return x_TH + (added_up(delta_TH) if weight_H is None else rms_norm(added_up(delta_TH), weight_H, eps))
 
 
 def embed_rms_norm(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 import triton
@@ -14,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.ops.launch import chained
-from specdec.ops.products.partials import Partials
+from specdec.ops.products.partials import Delta, Partials, TwoProducts
 
 MANY = tl.constexpr(4)  # threshold in partials: of more, the compiler would let a few loads at a time wait for sums
 
@@ -23,33 +24,43 @@ MANY = tl.constexpr(4)  # threshold in partials: of more, the compiler would let
 def add_rms_norm_kernel(
     ids,  # [T] int64: rows of x, if EMBEDS
     x,
-    delta,  # [T, H], or [PARTIALS, T, H] float32, whose sum is rounded first
+    delta,  # [T, H], or [PARTIALS, T, H] float32, whose sum is rounded first, and then multiplied if HAS_TIMES
+    second,  # as delta, if PARTIALS_2 is not 0: their rounded sum is added
     weight,
     below,  # [C, H]
     total,
-    normed,  # [T + C, H]
+    normed,  # [T + C, H], if the total is normed
     rows,  # T
     stride_x,
     stride_delta,
     stride_partial,
     stride_below,
     stride_total,
+    stride_second,
+    stride_partial_2,
     eps,
+    times,
+    times_2,
     SIZE: tl.constexpr,
     PADDED: tl.constexpr,
     EMBEDS: tl.constexpr,
     HAS_DELTA: tl.constexpr,
     PARTIALS: tl.constexpr,
     PADDED_PARTIALS: tl.constexpr,
+    PARTIALS_2: tl.constexpr,
+    PADDED_PARTIALS_2: tl.constexpr,
     HAS_BELOW: tl.constexpr,
+    HAS_TIMES: tl.constexpr,
+    HAS_TIMES_2: tl.constexpr,
+    NORMS: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """NORMS: what is normed: "total", "delta" before it is added, or "nothing"."""
     row = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, PADDED)
     ok = h < SIZE
-    scale = tl.load(weight + h, mask=ok, other=0.0).to(
-        tl.float32
-    )  # no kernel writes weights, so they may be read before the wait
+    if NORMS != "nothing":  # no kernel writes weights, so they may be read before the wait
+        scale = tl.load(weight + h, mask=ok, other=0.0).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -62,21 +73,44 @@ def add_rms_norm_kernel(
         source = tl.load(ids + row)
     value = tl.load(x + source * stride_x + h, mask=ok, other=0.0)
     if HAS_DELTA:
-        at = delta + row * stride_delta
-        if PARTIALS <= MANY:
-            added = tl.load(at + h, mask=ok, other=0.0)
-            for s in tl.static_range(1, PARTIALS):
-                added += tl.load(at + s * stride_partial + h, mask=ok, other=0.0)
-        else:
-            s = tl.arange(0, PADDED_PARTIALS)
-            ok_SH = (s < PARTIALS)[:, None] & ok[None, :]
-            added = tl.sum(tl.load(at + s[:, None] * stride_partial + h[None, :], mask=ok_SH, other=0.0), 0)
-        value = (value.to(tl.float32) + added.to(value.dtype).to(tl.float32)).to(value.dtype)
+        added = _product(
+            delta + row * stride_delta, h, ok, stride_partial, times, value.dtype, PARTIALS, PADDED_PARTIALS, HAS_TIMES
+        )
+        if PARTIALS_2 > 0:
+            added += _product(
+                second + row * stride_second, h, ok, stride_partial_2, times_2, value.dtype, PARTIALS_2, PADDED_PARTIALS_2,
+                HAS_TIMES_2,
+            )  # fmt: skip
+            added = added.to(value.dtype).to(tl.float32)
+        if NORMS == "delta":
+            added = (added * tl.rsqrt(tl.sum(added * added, 0) / SIZE + eps) * scale).to(value.dtype).to(tl.float32)
+        value = (value.to(tl.float32) + added).to(value.dtype)
     if HAS_DELTA or EMBEDS:
         tl.store(total + row * stride_total + h, value, mask=ok)
-    value = value.to(tl.float32)
-    value = value * tl.rsqrt(tl.sum(value * value, 0) / SIZE + eps) * scale
-    tl.store(normed + row * SIZE + h, value.to(normed.dtype.element_ty), mask=ok)
+    if NORMS == "total":
+        value = value.to(tl.float32)
+        value = value * tl.rsqrt(tl.sum(value * value, 0) / SIZE + eps) * scale
+        tl.store(normed + row * SIZE + h, value.to(normed.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def _product(
+    at, h, ok, stride_partial, times, DTYPE: tl.constexpr, PARTIALS: tl.constexpr, PADDED_PARTIALS: tl.constexpr,
+    HAS_TIMES: tl.constexpr,
+):  # fmt: skip
+    """A row of a product, in float32: the sum of its partials, rounded to DTYPE; then times a number, and rounded again."""
+    if PARTIALS <= MANY:
+        added = tl.load(at + h, mask=ok, other=0.0)
+        for s in tl.static_range(1, PARTIALS):
+            added += tl.load(at + s * stride_partial + h, mask=ok, other=0.0)
+    else:
+        s = tl.arange(0, PADDED_PARTIALS)
+        ok_SH = (s < PARTIALS)[:, None] & ok[None, :]
+        added = tl.sum(tl.load(at + s[:, None] * stride_partial + h[None, :], mask=ok_SH, other=0.0), 0)
+    added = added.to(DTYPE).to(tl.float32)
+    if HAS_TIMES:
+        added = (added * times).to(DTYPE).to(tl.float32)
+    return added
 
 
 @triton.jit
@@ -173,7 +207,7 @@ def _launch_parts(
 
 def launch_add_rms_norm(
     x: Tensor,
-    delta: Tensor | Partials | None,
+    delta: Delta | None,
     weight_H: Tensor,
     eps: float,
     *,
@@ -185,35 +219,59 @@ def launch_add_rms_norm(
 
     ids_T: int64; x is a table, of which the rows with these ids are read.  out_TH, below_CH: see `norm.add_rms_norm`.
     """
-    x_TH, H = _rows(x), x.shape[-1]
+    H = x.shape[-1]
     shape = x.shape if ids_T is None else (*ids_T.shape, H)
-    T, C = math.prod(shape[:-1]), 0 if below_CH is None else below_CH.shape[0]
-    if isinstance(delta, Partials):
-        sums_SMN = delta.sums_SMN
-        assert delta.dtype == x.dtype and sums_SMN.dtype == torch.float32 and sums_SMN.is_contiguous()
-    else:
-        sums_SMN = (x_TH if delta is None else _rows(delta))[None]
-        assert delta is None or delta.dtype == x.dtype
-    delta_TH, stride_partial = sums_SMN[0], sums_SMN.stride(0) if len(sums_SMN) > 1 else 0
-    normed = x.new_empty(shape if below_CH is None else (T + C, H))
+    normed = x.new_empty(shape if below_CH is None else (math.prod(shape[:-1]) + len(below_CH), H))
     total = x
     if delta is not None or ids_T is not None:
         total = x.new_empty(shape) if out_TH is None else out_TH
-    total_TH, below = _rows(total), x_TH if below_CH is None else below_CH
-    assert weight_H.shape == (H,) and below.shape[1] == H and below.stride(1) == 1 and below.dtype == x.dtype
-    assert delta is None or delta_TH.shape == x_TH.shape
     assert out_TH is None or out_TH.dim() == 2, "rows of more dimensions might be copied, and the sum be lost"
     assert total.shape == shape and total.stride(-1) == 1 and total.dtype == x.dtype
     assert ids_T is None or ids_T.is_contiguous()
+    _launch_rows(x, delta, weight_H, eps, ids_T, total, normed, below_CH, "total")
+    return total, normed
+
+
+def launch_add_normed(x_TH: Tensor, delta: Delta, weight_H: Tensor | None, eps: float) -> Tensor:
+    """`norm.add_normed`."""
+    total = torch.empty_like(x_TH, memory_format=torch.contiguous_format)
+    _launch_rows(x_TH, delta, weight_H, eps, None, total, total, None, "nothing" if weight_H is None else "delta")
+    return total
+
+
+def _launch_rows(
+    x: Tensor, delta: Delta | None, weight_H: Tensor | None, eps: float, ids_T: Tensor | None, total: Tensor,
+    normed: Tensor, below_CH: Tensor | None, norms: Literal["total", "delta", "nothing"],
+) -> None:  # fmt: skip
+    """The first kernel, of whatever there is.  total, normed: what it writes; without delta and ids only the latter."""
+    x_TH, H, total_TH = _rows(x), x.shape[-1], _rows(total)
+    T, C, below = len(total_TH), 0 if below_CH is None else len(below_CH), x_TH if below_CH is None else below_CH
+    first, second = delta if isinstance(delta, TwoProducts) else (x_TH if delta is None else delta, None)
+    one, two = _terms(first, x_TH), _terms(first if second is None else second, x_TH)
+    assert delta is None or one.sums_SMN.shape[1:] == two.sums_SMN.shape[1:] == x_TH.shape
+    assert weight_H is None or weight_H.shape == (H,)
+    assert below.shape[1] == H and below.stride(1) == 1 and below.dtype == x.dtype
     if T + C:
         add_rms_norm_kernel[(T + C,)](
-            x_TH if ids_T is None else ids_T, x_TH, delta_TH, weight_H, below, total_TH, normed, T,
-            x_TH.stride(0), delta_TH.stride(0), stride_partial, below.stride(0), total_TH.stride(0), eps,
+            x_TH if ids_T is None else ids_T, x_TH, one.sums_SMN, two.sums_SMN, x_TH if weight_H is None else weight_H, below,
+            total_TH, normed, T, x_TH.stride(0), *one.sums_SMN.stride()[1::-1], below.stride(0), total_TH.stride(0),
+            *two.sums_SMN.stride()[1::-1], eps, one.times, two.times,
             SIZE=H, PADDED=triton.next_power_of_2(H), EMBEDS=ids_T is not None, HAS_DELTA=delta is not None,
-            PARTIALS=len(sums_SMN), PADDED_PARTIALS=triton.next_power_of_2(len(sums_SMN)), HAS_BELOW=below_CH is not None,
-            num_warps=_warps(H, len(sums_SMN)), **chained(x.device),
+            PARTIALS=len(one.sums_SMN), PADDED_PARTIALS=triton.next_power_of_2(len(one.sums_SMN)),
+            PARTIALS_2=0 if second is None else len(two.sums_SMN), PADDED_PARTIALS_2=triton.next_power_of_2(len(two.sums_SMN)),
+            HAS_BELOW=below_CH is not None, HAS_TIMES=one.times != 1, HAS_TIMES_2=two.times != 1, NORMS=norms,
+            num_warps=_warps(H, len(one.sums_SMN)), **chained(x.device),
         )  # fmt: skip
-    return total, normed
+
+
+def _terms(product: Tensor | Partials, x_TH: Tensor) -> Partials:
+    """As the kernel reads a product: partials, or one term in x's dtype.  Where there is none, x stands in its place."""
+    if isinstance(product, Tensor):
+        product = Partials(_rows(product)[None], product.dtype)
+    sums_SMN, split = product.sums_SMN, len(product.sums_SMN) > 1
+    assert product.dtype == x_TH.dtype and (sums_SMN.is_contiguous() if split else sums_SMN.stride(2) == 1)
+    assert sums_SMN.dtype == torch.float32 or (not split and sums_SMN.dtype == x_TH.dtype)
+    return product
 
 
 def launch_pair_rms_norm(

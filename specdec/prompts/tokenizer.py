@@ -93,6 +93,11 @@ class Tokenizer:
         return ids[0] if ids and ids[0] in added and added[ids[0]].special else None
 
     @property
+    def begin(self) -> int | None:
+        """The id of the token that begins texts; None if there is none."""
+        return None if self._inner is None else self._inner.bos_token_id
+
+    @property
     def eos(self) -> int | None:
         """The id of its eos_token, which transformers' generate does not read; None if it has none."""
         return None if self._inner is None else self._inner.eos_token_id
@@ -116,12 +121,16 @@ class Tokenizer:
             self._pieces[token_id] = both[len(alone) :] if both.startswith(alone) else self._inner.decode([token_id])
         return self._pieces[token_id]
 
-    def as_json(self) -> str:
-        """The tokenizer as a tokenizer.json has it.  ValueError without one."""
-        inner = self._need("a grammar")
+    def tokens(self) -> dict[int, str] | None:
+        """Each id's token as the vocabulary spells it, added tokens too; None without a tokenizer."""
+        return None if self._inner is None else {index: token for token, index in self._inner.get_vocab().items()}
+
+    def as_json(self, purpose: str = "a grammar") -> str:
+        """The tokenizer as a tokenizer.json has it.  ValueError without one.  purpose: what needs it, for errors."""
+        inner = self._need(purpose)
         if not getattr(inner, "is_fast", False):
             raise ValueError(
-                f"a grammar needs a tokenizer that can be written as a tokenizer.json, got {type(inner).__name__} in "
+                f"{purpose} needs a tokenizer that can be written as a tokenizer.json, got {type(inner).__name__} in "
                 f"{self._folder}; nearest thing that works: a folder with a tokenizer.json"
             )
         backend = copy(inner.backend_tokenizer)

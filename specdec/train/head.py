@@ -202,8 +202,7 @@ Loss = Callable[
 
 def teacher_rows(model: Target, draft_ids_V: Tensor) -> Tensor:
     """[V, H]: by which final hidden states become the target's logits of these tokens, multipliers of logits included."""
-    weight_VH, config = model.lm_head.rows(draft_ids_V), model.config
-    scale = config.logits_multiplier / config.logits_divisor
+    weight_VH, scale = model.lm_head.rows(draft_ids_V), model.config.logits_scale
     return weight_VH if scale == 1 else weight_VH * scale
 
 

@@ -9,7 +9,7 @@ from toolkit.models import Zoo, ragged_prompts
 
 from specdec import SamplingParams, SpecConfig
 from specdec.attention.kinds import LayerKind
-from specdec.loading.drafters import drafter_line
+from specdec.loading.about.drafters import drafter_line
 
 LENGTH = 64  # what the zoo's heads say
 

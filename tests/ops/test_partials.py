@@ -15,12 +15,12 @@ from specdec.attention.kinds import Scoring
 from specdec.models.causal_lm import DecoderLayer
 from specdec.models.checkpoints.loader import build
 from specdec.models.config import ModelConfig, RopeConfig
-from specdec.ops.norm import add_rms_norm
-from specdec.ops.norm_triton import launch_add_rms_norm
+from specdec.ops.norm import add_normed, add_rms_norm
+from specdec.ops.norm_triton import launch_add_normed, launch_add_rms_norm
 from specdec.ops.products.dense import DenseWeight, linear
 from specdec.ops.products.gpus import H200, GpuMatch
 from specdec.ops.products.numerics import FAST, INVARIANT
-from specdec.ops.products.partials import Partials, added_up
+from specdec.ops.products.partials import Delta, Partials, TwoProducts, added_up, multiplied
 from specdec.ops.rope import Rotation
 
 EPS = 1e-5
@@ -60,6 +60,34 @@ def test_the_norm_adds_partials_up(S: int, H: int) -> None:
     assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
     defined = add_rms_norm(x.double(), Partials(partials.sums_SMN.double(), torch.float64), weight.double(), EPS)
     torch.testing.assert_close(got[1].double(), defined[1], atol=4e-3, rtol=4e-3)
+
+
+def product_of(S: int, M: int, H: int, times: float) -> Tensor | Partials:
+    """Random partials, or a product whose rows are strided, perhaps multiplied."""
+    whole = rand(M, H + 8, dtype=torch.float16)[:, 8:]
+    product = whole if S == 1 else Partials(rand(S, M, H, dtype=torch.float32), torch.float16)
+    return multiplied(product, times)
+
+
+@pytest.mark.parametrize(("S", "times"), [(1, 0.22), (2, 0.22), (5, 3.3), (1, 1.0)])
+@pytest.mark.parametrize("second", [None, (1, 0.9), (3, 0.7)])
+def test_the_norm_multiplies_what_it_adds(S: int, times: float, second: tuple[int, float] | None) -> None:
+    """Keeps out: a multiplier of the other product or of the residual stream, one that meets a sum before it is rounded, the
+    partials of one product counted by the other's; a norm of the sum where the delta is to be normed.
+    """
+    M, H = 5, 300
+    x, weight = rand(M, H, dtype=torch.float16), rand(H, dtype=torch.float16)
+    first = product_of(S, M, H, times)
+    delta: Delta = first if second is None else TwoProducts(first, product_of(second[0], M, H, second[1]))
+    whole = added_up(delta)
+    total, normed = launch_add_rms_norm(x, delta, weight, EPS)
+    assert torch.equal(total, x + whole) and torch.equal(normed, launch_add_rms_norm(x, whole, weight, EPS)[1])
+    assert torch.equal(launch_add_normed(x, delta, None, EPS), x + whole)
+    after = launch_add_normed(x, delta, weight, EPS)
+    torch.testing.assert_close(after, x + F.rms_norm(whole, (H,), weight, EPS), atol=4e-3, rtol=4e-3)
+    torch.testing.assert_close(
+        after.double(), add_normed(x.double(), whole.double(), weight.double(), EPS), atol=8e-3, rtol=8e-3
+    )
 
 
 def test_on_a_cpu_and_in_one_order_of_sums_there_are_no_partials() -> None:

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(HAS_GPU, reason="the interpreter's turn; a GPU h
 
 ALWAYS = {
     "launch_next_tokens", "launch_take_rows", "launch_top_tokens", "launch_greedy_tokens", "launch_scan", "launch_accept",
-    "launch_add_rms_norm", "launch_pair_rms_norm", "launch_silu_mul",
+    "launch_add_rms_norm", "launch_pair_rms_norm", "launch_activation",
 }  # fmt: skip
 TREES_ONLY = {
     "launch_move", "launch_fork", "launch_best_nodes", "launch_first_level", "launch_expand", "launch_path_tables",

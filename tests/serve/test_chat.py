@@ -99,7 +99,7 @@ def test_fields_that_change_nothing_are_taken(chat_served: Served) -> None:
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             "messages[0].content[0]",
-            "the only kind of content supported",
+            "the only kind of content supported, got one of type 'image_url': of a model that reads images",
         ),
         ({"prompt": "hi"}, "prompt", "prompt is a field of /v1/completions, not of /v1/chat/completions; nearest: messages"),
         ({"echo": False}, "echo", "echo is a field of /v1/completions"),

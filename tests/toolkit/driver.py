@@ -25,7 +25,7 @@ from specdec.runner.phase_clock import PhaseClock
 from specdec.steps import ForceAcceptance
 from toolkit.drafters import Script
 from toolkit.inside.hooks import Hooks
-from toolkit.pages import check_books
+from toolkit.pages import check_books, fill_numbers
 
 Model = Literal["target", "draft"]
 Decode = Callable[[Sequence[int]], str]
@@ -271,7 +271,7 @@ class Driver(Hooks):
         assert self.is_idle
         for cache in [self.cache(model) for model in models] or self.caches:
             for buffers in cache.buffers_of.values():
-                next(buffers[name] for name in ("scales", "kv", "latent") if name in buffers).fill_(value)
+                fill_numbers(buffers, value)
 
     def poison_free_rows(self) -> None:
         """Fills every row's bonus token and hidden state with junk.  To be called only while nothing runs."""

@@ -1,6 +1,7 @@
 """What must hold of a prefix cache's pages at any time, and the admission's constants made small enough for tests."""
 
 import pytest
+from torch import Tensor
 
 from specdec.engine.pages import admission as admission_module
 from specdec.engine.pages import groups as groups_module
@@ -16,6 +17,15 @@ def nodes_of(cache: PrefixCache) -> list[Node]:
         found.append(node)
         open_nodes += node.children.values()
     return found
+
+
+def fill_numbers(buffers: dict[str, Tensor], value: float) -> None:
+    """Fills what makes all that is read of a cache this value: scales, or else keys and values."""
+    kinds = {name: name.split()[0] for name in buffers}  # where heads are unlike, a number follows
+    kind = next(kind for kind in ("scales", "kv", "latent") if kind in kinds.values())
+    for name, buffer in buffers.items():
+        if kinds[name] == kind:
+            buffer.fill_(value)
 
 
 def check_books(admission: Admission, requests: list[Request]) -> None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.ops.products.experts import PLAIN, Experts, Form, QuantisedExperts, SwiGLU
+from specdec.ops.products.experts import PLAIN, Activation, Experts, Form, GeGLU, QuantisedExperts, Relu2, SwiGLU, inputs_of
 from specdec.ops.products.formats.experts import QuantisedStack, dequantise_stack, pack_steps, stack_of, steps_of
 from specdec.ops.products.formats.quantised import Kind, QuantisedMatrix, dequantise, pack, pack_factor_of
 from specdec.ops.products.kernels.dense.stream_triton import ARRIVALS
@@ -110,10 +110,14 @@ def rand(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, DTYPE)
 
 
-def experts_of(stored: StoredExperts, E: int, H: int, F: int, gate: SwiGLU | None = None) -> QuantisedExperts:
-    """gate: of experts with biases."""
-    form = PLAIN if gate is None else Form(gate, rand(E, 2 * F, seed=5), rand(E, H, seed=6))
-    return QuantisedExperts(random_stack(stored, E, 2 * F, H), random_stack(stored, E, H, F), form)
+def experts_of(stored: StoredExperts, E: int, H: int, F: int, activation: Activation | None = None) -> QuantisedExperts:
+    """activation: of experts with biases, and of those without gates."""
+    gates, form = inputs_of(activation or SwiGLU()), PLAIN
+    if isinstance(activation, SwiGLU):
+        form = Form(activation, rand(E, 2 * F, seed=5), rand(E, H, seed=6))
+    elif activation is not None:
+        form = Form(activation)
+    return QuantisedExperts(random_stack(stored, E, gates * F, H), random_stack(stored, E, H, F), form)
 
 
 def choice(T: int, E: int, K: int) -> tuple[Tensor, Tensor]:
@@ -125,8 +129,20 @@ def choice(T: int, E: int, K: int) -> tuple[Tensor, Tensor]:
     return torch.rand(T, K, generator=torch.Generator().manual_seed(K)).to(DEVICE), topk_ids_TK.to(DEVICE)
 
 
+def exact_activation(both: Tensor, activation: Activation) -> Tensor:
+    """Of the results of one token's gate and up projections, by the formula of each activation."""
+    if isinstance(activation, Relu2):
+        return torch.where(both > 0, both**2, 0.0)
+    g, u = both.chunk(2)
+    if isinstance(activation, GeGLU):
+        return 0.5 * g * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (g + 0.044715 * g**3))) * u
+    if activation.limit:
+        g, u = g.clamp(max=activation.limit), u.clamp(-activation.limit, activation.limit) + 1
+    return g * torch.sigmoid(activation.alpha * g) * u
+
+
 def exact_mixture(x: Tensor, topk_weights_TK: Tensor, topk_ids_TK: Tensor, experts: Experts) -> Tensor:
-    """The sum in float64, token by token, by the formula of each gate."""
+    """The sum in float64, token by token, by the formula of each activation."""
     ids, places_TK = topk_ids_TK.unique(return_inverse=True)
     gate_up, down = (
         each[ids].double() if isinstance(each, Tensor) else dequantise_stack(stack_of(each, ids), torch.float64)
@@ -138,10 +154,7 @@ def exact_mixture(x: Tensor, topk_weights_TK: Tensor, topk_ids_TK: Tensor, exper
         for weight, at in zip(weights_K, places_K):
             both = gate_up[at] @ x[token].double()
             both += 0 if experts.form.gate_up_bias is None else experts.form.gate_up_bias[ids[at]].double()
-            g, u = both.chunk(2)
-            if experts.form.gate.limit:
-                g, u = g.clamp(max=experts.form.gate.limit), u.clamp(-experts.form.gate.limit, experts.form.gate.limit) + 1
-            out = down[at] @ (g * torch.sigmoid(experts.form.gate.alpha * g) * u)
+            out = down[at] @ exact_activation(both, experts.form.activation)
             total += weight * (out + (0 if experts.form.down_bias is None else experts.form.down_bias[ids[at]].double()))
         rows.append(total)
     return torch.stack(rows)

@@ -40,7 +40,8 @@ def best_paths(
     if num_nodes <= MAX_KERNEL_NODES and use_kernels(logp_BSPK):
         from specdec.draft.block.rounds.grow_triton import launch_best_paths
 
-        return DraftTree(*launch_best_paths(logp_BSPK, tokens_BSC, root_B, num_nodes, children_BSPK), max_depth)
+        tokens_BN, parents_BN, kept_BN = launch_best_paths(logp_BSPK, tokens_BSC, root_B, num_nodes, children_BSPK)
+        return DraftTree(tokens_BN, parents_BN, max_depth, scores_BN=kept_BN)
     (B, S, P, K), M = logp_BSPK.shape, num_nodes - 1
     logp_BSPK = torch.where(logp_BSPK >= MIN_SCORE, logp_BSPK, MIN_SCORE)
     beam_BW, scores, tokens, parents, start = logp_BSPK.new_zeros(B, 1), [], [], [], -1
@@ -58,13 +59,15 @@ def best_paths(
         tokens.append(tokens_BSC[:, level].gather(1, at_BW))
         parents.append(start + chosen_BW // K)  # by number among all levels' nodes; the root is -1
         start += 1 if start < 0 else width
-    _, best_BM = stable_topk(torch.cat(scores, dim=1), M)
+    best_scores_BM, best_BM = stable_topk(torch.cat(scores, dim=1), M)
     above_BM = torch.cat(parents, dim=1).gather(1, best_BM)
     numbers_BC = torch.zeros(B, sum(map(_width, scores)), dtype=torch.int64, device=root_B.device)
     numbers_BC.scatter_(1, best_BM, torch.arange(1, M + 1, dtype=torch.int64, device=root_B.device).expand(B, M))
     parents_BM = torch.where(above_BM < 0, 0, numbers_BC.gather(1, above_BM.clamp(min=0)))
     tokens_BN = torch.cat((root_B[:, None], torch.cat(tokens, dim=1).gather(1, best_BM)), dim=1)
-    return DraftTree(tokens_BN, torch.cat((torch.zeros_like(root_B)[:, None], parents_BM), dim=1), max_depth)
+    parents_BN = torch.cat((torch.zeros_like(root_B)[:, None], parents_BM), dim=1)
+    kept_BN = torch.cat((torch.zeros_like(best_scores_BM[:, :1]), best_scores_BM), dim=1)
+    return DraftTree(tokens_BN, parents_BN, max_depth, scores_BN=kept_BN)
 
 
 def _width(x_BW: Tensor) -> int:

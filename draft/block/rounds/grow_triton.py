@@ -46,6 +46,7 @@ def best_paths_kernel(
     root,  # [B] int64
     tokens,  # [B, N] int64
     parents,  # [B, N] int64
+    scores,  # [B, N] float32
     levels,  # S
     num_nodes,  # N
     K: tl.constexpr,
@@ -61,11 +62,13 @@ def best_paths_kernel(
     token += b * levels * C
     tokens += b * num_nodes
     parents += b * num_nodes
+    scores += b * num_nodes
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     tl.store(tokens, tl.load(root + b))
     tl.store(parents, tl.zeros([], tl.int64))
+    tl.store(scores, 0.0)
     none = tl.full([], 0, tl.int32)
     score_F = tl.where(place == 0, ordered_32(_logp(logp, 0)), LOWEST_32)
     place_F = tl.where(place == 0, _place(none, none, none), -1)
@@ -85,6 +88,7 @@ def best_paths_kernel(
             at = tl.load(child + (level * P + row) * K + rank).to(tl.int32)
         tl.store(tokens + number, tl.load(token + level * C + at))
         tl.store(parents + number, parent.to(tl.int64))
+        tl.store(scores + number, score)
         has_next, goes_on = rank + 1 < K, level + 1 < levels
         below = at if P > 1 else none
         sibling = base + _logp(logp, tl.where(has_next, (level * P + row) * K + rank + 1, 0))
@@ -100,15 +104,16 @@ def best_paths_kernel(
 
 def launch_best_paths(
     logp_BSPK: Tensor, tokens_BSC: Tensor, root_B: Tensor, num_nodes: int, children_BSPK: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """`grow.best_paths`: (tokens_BN, parents_BN), int64."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`grow.best_paths`: (tokens_BN, parents_BN), int64, and scores_BN, float32."""
     B, S, P, K = logp_BSPK.shape
     assert logp_BSPK.is_contiguous() and tokens_BSC.is_contiguous() and root_B.is_contiguous()
     assert P == 1 if children_BSPK is None else children_BSPK.is_contiguous() and children_BSPK.shape == logp_BSPK.shape
     tokens_BN, parents_BN = (torch.empty(B, num_nodes, dtype=torch.int64, device=root_B.device) for _ in range(2))
+    scores_BN = torch.empty(B, num_nodes, dtype=torch.float32, device=root_B.device)
     best_paths_kernel[(B,)](
-        logp_BSPK, tokens_BSC if children_BSPK is None else children_BSPK, tokens_BSC, root_B, tokens_BN, parents_BN, S,
-        num_nodes, K=K, C=tokens_BSC.shape[2], P=P, PADDED=max(32, triton.next_power_of_2(num_nodes)), num_warps=1,
+        logp_BSPK, tokens_BSC if children_BSPK is None else children_BSPK, tokens_BSC, root_B, tokens_BN, parents_BN, scores_BN,
+        S, num_nodes, K=K, C=tokens_BSC.shape[2], P=P, PADDED=max(32, triton.next_power_of_2(num_nodes)), num_warps=1,
         **chained(root_B.device),
     )  # fmt: skip
-    return tokens_BN, parents_BN
+    return tokens_BN, parents_BN, scores_BN

@@ -1,4 +1,4 @@
-"""`specdec inspect`: what the folder of a target or of a draft head holds and how it is read, without loading it."""
+"""`specdec inspect`: what the folder of a target or of a drafter holds and how it is read, without loading it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ USED = ("draft_format", "draft_pickle")
 def add_flags(parser: argparse.ArgumentParser) -> None:
     model = "folder or hub id of a target or of a draft head, a GGUF file, or mtp: the MTP layers in the folder of --target"
     parser.add_argument("model", metavar="MODEL", type=not_empty, help=model)
-    target = "of a head: folder or hub id of its target, or a GGUF file, whose sizes the head is held against"
+    target = "of a head or a small model that drafts: folder or hub id of its target, or a GGUF file, against which it is held"
     parser.add_argument("--target", type=not_empty, metavar="DIR", help=target)
     add_option_flags(parser, EngineOptions, [item.name for item in fields(EngineOptions) if item.name not in USED])
     parser.add_argument("--json", action="store_true", help="print the facts as JSON")

@@ -7,7 +7,7 @@ from functools import partial
 
 from specdec.attention.caches.fp8_latent import FP8_LATENTS
 from specdec.attention.capabilities import TABLE
-from specdec.attention.capability import KINDS, KV_DTYPES, Capability, Feature, short
+from specdec.attention.capability import KINDS, KV_DTYPES, Capability, Feature, listed, short
 
 
 def table_rows() -> list[list[str]]:
@@ -26,7 +26,7 @@ def table_rows() -> list[list[str]]:
         **_yes(Feature.INT8_QUERIES),
         Feature.LATENTS.shown: _mla,
         **_yes(Feature.SPARSE),
-        **_yes(Feature.SPLIT_HEADS, can="KV in the model's own dtype"),
+        Feature.SPLIT_HEADS.shown: _split,
         **_yes(Feature.DIFFERENTIAL, can="KV in the model's own dtype, fp8 or int8"),
         **_yes(Feature.DETERMINISTIC, can="on CUDA 9.x"),  # other conditions come from the products around attention
         **_yes(Feature.TREES),
@@ -47,6 +47,11 @@ def table_as_markdown() -> str:
 def _yes(*features: Feature, can: str = "yes") -> dict[str, Callable[[Capability], str]]:
     """A line for each feature.  can: what backends that have it show."""
     return {feature.shown: lambda c, f=feature: can if f in c.features else "no" for feature in features}  # type: ignore[misc]
+
+
+def _split(c: Capability) -> str:
+    kept = ("the model's own dtype", *c.split_kv_cache_dtypes[1:])
+    return f"KV in {listed(kept)}" if Feature.SPLIT_HEADS in c.features else "no"
 
 
 def _machine(c: Capability) -> str:

@@ -22,7 +22,7 @@ from specdec.attention.capabilities import BACKENDS, TABLE, choose_backend, prob
 from specdec.attention.capability import Feature
 from specdec.attention.needs import AttentionNeeds, architecture_of
 from specdec.draft.formats.detect import FORMATS
-from specdec.draft.kinds import all_kinds
+from specdec.draft.kinds import all_kinds, kinds_by_files
 from specdec.loading.about.machine import PACKAGES, machine_facts, nvidia_smi, threads_of, versions
 from specdec.loading.about.pairs import pairs
 from specdec.loading.resolve import resolve_device, resolve_dtype
@@ -91,9 +91,12 @@ def tiles_line(device: torch.device) -> str:
 
 
 def drafter_rows() -> list[tuple[str, str]]:
-    """What can be named as a draft: each layout of heads with the kinds that are read, and each kind that has a name."""
+    """What can be named as a draft: each layout of heads with the kinds that are read, each kind that other files are of, and
+    each that has a name.
+    """
     layouts = [(name, f"{each.kinds} in the layout of {each.title}") for name, each in FORMATS.items()]
-    return [*layouts, *((kind.name, kind.meaning) for kind in all_kinds())]
+    told = [(kind.name, kind.meaning) for kind in kinds_by_files()]
+    return [*layouts, *told, *((kind.name, kind.meaning) for kind in all_kinds())]
 
 
 def scheme_rows() -> list[tuple[str, str]]:

@@ -1,7 +1,7 @@
-"""What a draft head's folder holds, in specdec's own terms: the facts of `specdec inspect`.
+"""What a drafter's folder holds, in specdec's own terms: the facts of `specdec inspect`.
 
 Reads the config and the headers of weight files; of the tensors the vocabulary map alone, and the norms of heads whose
-converter may have lost a layer.  No GPU is used.
+converter may have lost a layer; of a small model its tokenizer too.  No GPU is used.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from specdec.draft.find import how_to_read, refuse_idle
+from specdec.draft.find import how_to_read, open_by_files, refuse_idle
 from specdec.draft.formats.facts import UNKNOWN, facts_of
 from specdec.draft.formats.open import open_head
 from specdec.draft.kinds import all_kinds, kind_of
 from specdec.loading.about.inspect_target import stored_as
 from specdec.loading.about.pairs import pairs
-from specdec.models.checkpoints.checkpoint import resolve_folder, resolve_target
+from specdec.loading.vocabularies import match_vocabulary
+from specdec.models.checkpoints.checkpoint import resolve_target
 from specdec.models.registry import choose_target
 from specdec.options import EngineOptions
 
@@ -34,13 +35,16 @@ def head_facts(head: str | Path, target: str | Path | None, options: EngineOptio
         refuse_idle(options, kind.name)
         if target is None:
             raise ValueError(f"inspect {kind.name} needs --target, whose own layers these are; or give the folder of a head")
-    folder = None if kind else resolve_folder(head, "MODEL")
+    folder = None if kind else resolve_target(head, "MODEL")
     if target is not None:
         target_folder = resolve_target(target, "--target")
         config = choose_target(target_folder).config
     if folder is None:
         assert kind and config and target_folder
         folder, facts = target_folder, kind.open(target_folder, config).facts()
+    elif config and target_folder and (opened := open_by_files(folder, options, config, target_folder)):
+        match_vocabulary(opened, target_folder, config)
+        facts = opened.facts()
     else:
         is_named = options.draft_format != "auto"
         facts = facts_of(open_head(folder, config, how_to_read(options)), config is not None)
@@ -74,7 +78,8 @@ def print_facts(facts: dict[str, Any], console: Console) -> None:
 
 def _print_target(facts: dict[str, Any], console: Console) -> None:
     named = ", ".join(facts["architectures"] or ())
-    console.print(Text(f"{facts['folder']}: a {facts['family']} target{named and f' ({named})'}", "bold"))
+    inside = f", the text model within {facts['wrapper']}" if "wrapper" in facts else ""
+    console.print(Text(f"{facts['folder']}: a {facts['family']} target{named and f' ({named})'}{inside}", "bold"))
     code = {"native": "specdec's own module", "transformers": "transformers' code with specdec's attention"}
     console.print(Text(f"runs through {code[facts['backend']]}: {facts['why']}"))
     weights = {key: f"{value:,}" if isinstance(value, int) else value for key, value in facts["weights"].items()}

@@ -13,17 +13,18 @@ from typing import Any
 
 import torch
 
-from specdec.draft.kinds import all_kinds
+from specdec.draft.kinds import all_kinds, kinds_by_files
 from specdec.loading.build import unnamed_turn
 from specdec.models.checkpoints.checkpoint import Checkpoint, resolve_target
 from specdec.models.checkpoints.loader import DTYPES
 from specdec.models.checkpoints.mistaken import head_mark, tensor_mark
 from specdec.models.checkpoints.mtp_names import count_key, mtp_prefixes
-from specdec.models.config import NO_ROPE, ModelConfig, RopeConfig, read_json
+from specdec.models.config import NO_ROPE, HeadSizes, ModelConfig, RopeConfig, read_json
+from specdec.models.described import target_json
 from specdec.models.gguf.file import is_gguf, open_gguf
-from specdec.models.kv import cache_layout
+from specdec.models.kv import token_bytes_by_kind
 from specdec.models.mixtures.fill import in_runs
-from specdec.models.registry import TargetChoice, check_chosen, choose_target, target_json
+from specdec.models.registry import TargetChoice, check_chosen, choose_target
 from specdec.models.schemes.size import matrix_size, quantised_and_dense
 from specdec.prompts.tokenizer import Tokenizer
 
@@ -53,6 +54,7 @@ def target_facts(target: str | Path) -> dict[str, Any]:
         "folder": str(place),
         "kind": "target",
         "family": config.family,
+        **({"wrapper": config.wrapper} if config.wrapper else {}),
         "architectures": raw.get("architectures"),
         "backend": chosen.backend,
         "why": chosen.reason,
@@ -80,7 +82,7 @@ def _sizes(config: ModelConfig, raw: dict[str, Any]) -> dict[str, Any]:
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
         "attention": _attention(config),
-        "heads, kv heads, head_dim": [config.num_heads, config.num_kv_heads, config.head_dim],
+        "heads, kv heads, head_dim": _heads(config),
         **({"softcap": config.softcap} if config.softcap else {}),
         **({"sinks": True} if config.has_sinks else {}),
         **({"experts": experts} if experts.get("experts") else {}),
@@ -89,7 +91,7 @@ def _sizes(config: ModelConfig, raw: dict[str, Any]) -> dict[str, Any]:
         "embeddings": "tied to the output layer" if config.tie_embeddings else "apart from the output layer",
         "rope": _turning(config),
         "context": f"{config.max_position} ({config.max_position_why})",
-        "bytes of a token's keys and values": _token_bytes(config),
+        **_token_bytes(config),
         **_states(config),
     }
 
@@ -115,7 +117,9 @@ def _turning(config: ModelConfig) -> dict[str, Any] | str:
     """How positions reach attention."""
     if all(kind.alibi for kind in config.key_kinds):
         return _alibi(config)
-    return _rope(config.rope)
+    if not config.unlike_heads:
+        return _rope(config.rope)
+    return {str(config.layer_kinds[layer]): _rope(config.heads_of(layer).rope) for layer in config.key_layers}
 
 
 def _alibi(config: ModelConfig) -> str:
@@ -131,10 +135,23 @@ def _rope(rope: RopeConfig) -> dict[str, Any] | str:
     return {"type": rope.kind, "theta": rope.theta, **others}
 
 
-def _token_bytes(config: ModelConfig) -> int:
+def _heads(config: ModelConfig) -> Any:
+    """Three numbers, and the width of values where it is another; by kind of layer where these have unlike heads."""
+
+    def shown(heads: HeadSizes) -> list[Any]:
+        values = [f"values {heads.value_width}"] if heads.value_width else []
+        return [heads.num_heads, heads.num_kv_heads, heads.head_dim, *values]
+
+    if not config.unlike_heads:
+        return shown(config.heads)
+    return {str(config.layer_kinds[layer]): shown(config.heads_of(layer)) for layer in config.key_layers}
+
+
+def _token_bytes(config: ModelConfig) -> dict[str, Any]:
     """Of all layers that store some, in the dtype of the checkpoint, or in 16 bits where it names none."""
-    layout = cache_layout(config, "auto", DTYPES.get(config.dtype or "", torch.bfloat16))
-    return sum(layout.layer_bytes(layer) for layer in set(config.key_sources))
+    kinds = token_bytes_by_kind(config, "auto", DTYPES.get(config.dtype or "", torch.bfloat16))
+    by_kind = {"by kind of layer": kinds} if len(kinds) > 1 else {}
+    return {"bytes of a token's keys and values": sum(kinds.values()), **by_kind}
 
 
 def _states(config: ModelConfig) -> dict[str, Any]:
@@ -210,6 +227,7 @@ def _drafters(place: Path, config: ModelConfig) -> dict[str, str]:
     """What can draft for the target, by how it is named."""
     sizes = f"made for hidden_size {config.hidden_size}, {config.num_layers} layers and {config.vocab_size} tokens"
     found = {"a head's folder": f"no: {config.features_refusal}" if config.features_refusal else f"one {sizes}"}
+    found |= {kind.title: kind.offer(config) for kind in kinds_by_files()}
     for kind in all_kinds():
         why = kind.refusal(place, config)
         found[kind.name] = f"no: {why}" if why else kind.offer(config)

@@ -23,7 +23,7 @@ from specdec.models.gguf.container import MAGIC
 from specdec.models.gguf.file import SUFFIX, gguf_in, is_gguf
 from specdec.models.gguf.kept_blocks import GgmlBlocks
 from specdec.models.keys.tensor_names import by_own_tensor_names
-from specdec.models.keys.wrappers import Wrapper
+from specdec.models.keys.wrapper_table import Wrapper
 from specdec.models.schemes.rules import Quantization
 from specdec.models.schemes.source import WeightFormat
 from specdec.startup import STARTUP

@@ -19,7 +19,8 @@ from specdec.models.checkpoints.mistaken import refuse_head_tensors
 from specdec.models.checkpoints.mtp_names import mtp_prefixes, refuse_uncounted
 from specdec.models.checkpoints.unsaid_quantisation import refuse_unsaid_quantisation
 from specdec.models.config import ModelConfig
-from specdec.models.keys.wrappers import WRAPPERS, refuse_wrapped
+from specdec.models.keys.wrapper_table import WRAPPERS
+from specdec.models.keys.wrappers import refuse_wrapped
 from specdec.models.schemes.config import AT_LOAD
 from specdec.models.sharding import share_of
 from specdec.parallel.shard import WHOLE, Shard
@@ -33,6 +34,7 @@ class Family(NamedTuple):
     expect: holds the config's sizes of layers against the checkpoint's headers.  The number of layers was held before.
     parts: how the kinds of attention and MLP in its layers are filled; their norms are filled by name.
     unsaid: of keys that a config may leave out, what that means, in words.
+    model: the model around the layers.  fill_more: fills what such a model has besides.
     norms: of norms that checkpoints call otherwise than `fill_layer` says, their names; the model's own last one is "norm".
     """
 
@@ -42,6 +44,8 @@ class Family(NamedTuple):
     parts: Parts
     unsaid: Mapping[str, str] = {}
     norms: Names = OUR_NAMES
+    model: type[CausalLM] = CausalLM
+    fill_more: Callable[[Any, Checkpoint], None] = lambda model, checkpoint: None
 
 
 def load_family(
@@ -58,15 +62,15 @@ def load_family(
     checkpoint: the target's tensors, after `check_tensors`.  config: the whole model's.  shard: this rank's share of it.
     """
     own, late = share_of(config, shard), config.quantization is not None
-    model = build(lambda: CausalLM(own, max_positions, family.layer), device, dtype, late)
-    fill_target(model, checkpoint, family.parts, family.norms)
+    model = build(lambda: family.model(own, max_positions, family.layer), device, dtype, late)
+    fill_target(model, checkpoint, family)
     checkpoint.finish()
     return model
 
 
 def open_target(folder: Path, config: ModelConfig) -> Checkpoint:
     """The folder's tensors, stored as the config says.  ValueError if it ignores quantised weights, or they are a head's."""
-    by_expert, wrapper = config.experts is not None, WRAPPERS.get(config.family)
+    by_expert, wrapper = config.experts is not None, WRAPPERS.get(config.wrapper)
     checkpoint = Checkpoint(folder, True, config.quantization, by_expert, wrapper, config.family)
     refuse_head_tensors(checkpoint.names(), folder)
     if config.quantization is None or config.quantization.method == AT_LOAD:
@@ -86,17 +90,19 @@ def check_tensors(checkpoint: Checkpoint, family: Family, config: ModelConfig) -
     headers.expect_layers("model.layers", config.num_layers)
     headers.expect("model.embed_tokens.weight", (config.vocab_size, config.hidden_size), "vocab_size and hidden_size")
     family.expect(headers, config)
-    fill_target(empty(family, config), headers, family.parts, family.norms)
+    fill_target(empty(family, config), headers, family)
     headers.finish()
 
 
 def empty(family: Family, config: ModelConfig) -> CausalLM:
     """A target without weights, on torch's meta device: what can be asked of it before anything is loaded."""
-    return build(lambda: CausalLM(config, 1, family.layer), torch.device("meta"), torch.float32)
+    return build(lambda: family.model(config, 1, family.layer), torch.device("meta"), torch.float32)
 
 
-def fill_target(model: CausalLM, checkpoint: Checkpoint, parts: Parts, norms: Names = OUR_NAMES) -> None:
+def fill_target(model: CausalLM, checkpoint: Checkpoint, family: Family) -> None:
     """All of a target, but for MTP layers, which a drafter may load."""
+    parts, norms = family.parts, family.norms
+    family.fill_more(model, checkpoint)
     for index, layer in enumerate(model.layers):
         fill_layer(layer, checkpoint, f"model.layers.{index}", parts, norms)
     copy_(model.embed_tokens.weight, checkpoint, "model.embed_tokens.weight")

@@ -1,9 +1,9 @@
 """Tensors that hold one projection of all experts of a layer, seen as each expert's own, under the names that the hub has.
 
 transformers 5 computes with `experts.gate_up_proj` [E, 2F, H], gates above ups, and `experts.down_proj` [E, H, F], and such
-tensors stand in files that other tools save from its models.  gpt-oss's files have [E, H, 2F] and [E, F, H], and Granite's
-other names.  Every reader here, of names, sizes, formats and numbers, knows `experts.{number}.gate_proj.weight` alone.  This
-file knows no model.
+tensors stand in files that other tools save from its models.  gpt-oss's files have [E, H, 2F] and [E, F, H], in which gates and
+ups alternate, Qwen3-VL's the same shapes with gates first, and Granite's other names.  Every reader here, of names, sizes,
+formats and numbers, knows `experts.{number}.gate_proj.weight` alone.  This file knows no model.
 
 Shapes: E experts, F width of an expert, H hidden size.
 """
@@ -32,12 +32,14 @@ def split_fused(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
         if found is None or len(tensor.shape()) != 3:
             split[name] = tensor
         else:
-            transposed, parts = f"{found['experts']}.gate_up_proj_bias" in stored, _PARTS[found["projection"]]
+            experts, parts = found["experts"], _PARTS[found["projection"]]
+            alternate = f"{experts}.gate_up_proj_bias" in stored
+            dim = 2 if alternate or _lies_by_columns(experts, stored) else 1
             if found["ending"]:
-                _expect_whole_blocks(name, tensor, stored.get(name.removesuffix(found["ending"])), len(parts))
+                _expect_whole_blocks(name, tensor, stored.get(name.removesuffix(found["ending"])), len(parts), dim)
             else:
-                _expect_halves(name, tensor, len(parts), 2 if transposed else 1)
-            each = dict(_each(tensor, found["experts"], parts, found["ending"], transposed))
+                _expect_halves(name, tensor, len(parts), dim)
+            each = dict(_each(tensor, experts, parts, found["ending"], dim == 2, alternate))
             if twice := sorted(each.keys() & stored.keys()):
                 raise ValueError(
                     f"{tensor.file}: tensor {name!r} holds the matrices of all experts, but {twice[0]!r} is there too "
@@ -45,6 +47,15 @@ def split_fused(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
                 )
             split |= each
     return split
+
+
+def _lies_by_columns(experts: str, stored: Mapping[str, StoredTensor]) -> bool:
+    """Whether an expert's matrices are [H, 2F] and [F, H], by both shapes together, which no other layout has."""
+    both = [stored[name].shape() for part in _PARTS if (name := f"{experts}.{part}") in stored]
+    if len(both) < 2 or any(len(shape) != 3 for shape in both):
+        return False
+    (_, hidden, wide), (_, width, out) = both
+    return hidden == out and wide == 2 * width
 
 
 def _usual(name: str) -> str:
@@ -62,15 +73,15 @@ def _expect_halves(name: str, tensor: StoredTensor, parts: int, dim: int) -> Non
         )
 
 
-def _expect_whole_blocks(name: str, scales: StoredTensor, weight: StoredTensor | None, parts: int) -> None:
-    """ValueError if a scale is for rows of two projections, or if what it scales is not there."""
+def _expect_whole_blocks(name: str, scales: StoredTensor, weight: StoredTensor | None, parts: int, dim: int) -> None:
+    """ValueError if a scale is for rows of two projections, or if what it scales is not there.  dim: along which rows lie."""
     if weight is None or len(weight.shape()) != 3:
         found = "none" if weight is None else f"one of shape {weight.shape()}"
         raise ValueError(
             f"{scales.file}: tensor {name!r} needs {name.removesuffix('_scale_inv')!r} beside it, of three dimensions, "
             f"got {found}"
         )
-    rows, count = weight.shape()[1], scales.shape()[1]
+    rows, count = weight.shape()[dim], scales.shape()[dim]
     if not count or not rows or rows % count or rows // parts % (rows // count):
         raise ValueError(
             f"{scales.file}: tensor {name!r} has {count} blocks for {rows} rows, so one is for gates and ups together; nearest "
@@ -79,15 +90,15 @@ def _expect_whole_blocks(name: str, scales: StoredTensor, weight: StoredTensor |
 
 
 def _each(
-    tensor: StoredTensor, experts: str, parts: tuple[str, ...], ending: str, transposed: bool
+    tensor: StoredTensor, experts: str, parts: tuple[str, ...], ending: str, transposed: bool, alternate: bool
 ) -> Iterator[tuple[str, StoredTensor]]:
-    """transposed: whether a matrix lies by columns, in which rows of gate and up alternate, as gpt-oss's do."""
+    """transposed: whether a matrix lies by columns.  alternate: whether its rows of gates and ups do, as gpt-oss's."""
     E, *sizes = tensor.shape()
     rows, columns = reversed(sizes) if transposed else sizes
     size = rows // len(parts)
     for expert in range(E):
         for place, part in enumerate(parts):
-            own = slice(place, rows, len(parts)) if transposed else slice(place * size, (place + 1) * size)
+            own = slice(place, rows, len(parts)) if alternate else slice(place * size, (place + 1) * size)
 
             def shape(size: tuple[int, int] = (len(range(rows)[own]), columns)) -> tuple[int, ...]:
                 return size

@@ -69,16 +69,22 @@ def tensor_mark(names: Iterable[str]) -> str:
     return marks[0] if marks and not any(name.startswith(_TARGET_PREFIXES) for name in held) else ""
 
 
+def model_mark(names: Iterable[str]) -> str:
+    """Which tensor's name says that the weights are a whole model's, and no draft head's; empty if none does."""
+    held = set(names)
+    marks = [name for name in sorted(held) if name.startswith(_TARGET_PREFIXES)]
+    return marks[0] if marks and not held & set(_HEAD_TENSORS) else ""
+
+
 def refuse_target_tensors(names: Iterable[str], folder: Path) -> None:
     """ValueError if the weights of a draft head are a whole model's."""
     held = set(names)
-    marks = [name for name in sorted(held) if name.startswith(_TARGET_PREFIXES)]
-    if marks and not held & set(_HEAD_TENSORS):
+    if mark := model_mark(held):
         has_mtp = any(part in name for name in held for part in _MTP)
         own = "draft='mtp' where it is the target, whose own MTP layers then draft, or " if has_mtp else ""
         raise ValueError(
-            f"{folder}: expected a draft head, got a whole model's weights ({marks[0]}), and no model drafts for another here; "
-            f"nearest thing that works: {own}the folder of a head that was trained for the target, or draft='ngram'"
+            f"{folder}: expected a draft head, got a whole model's weights ({mark}); nearest thing that works: {own}this "
+            "folder as draft= beside a target of its vocabulary, without a draft_format: a small model drafts then"
         )
 
 
@@ -87,7 +93,7 @@ def refuse_itself(draft: Path, target: Path, instead: Callable[[], str]) -> None
     if draft.exists() and target.exists() and draft.samefile(target):
         raise ValueError(
             f"draft: {draft} is the target itself, and a model does not draft for itself; nearest thing that works: "
-            f"{instead()}, or the folder of a head that was trained for it"
+            f"{instead()}, or the folder of a head that was trained for it, or of a smaller model of its vocabulary"
         )
 
 

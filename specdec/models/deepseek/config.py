@@ -42,8 +42,8 @@ class DeepseekConfig(ModelConfig):
         return scale * self.rope.scale_factor if isinstance(self.rope, YarnRope) else scale
 
     @property
-    def attention_width(self) -> int:
-        return self.num_heads * self.value_dim
+    def attention_widths(self) -> tuple[int, ...]:
+        return (self.num_heads * self.value_dim,)
 
     def row_lengths(self, ranks: int) -> tuple[int, ...]:
         whole, *shared = super().row_lengths(ranks)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.frame import Family
 from specdec.models.checkpoints.loader import Parts, expect_attention, fill_attention, fill_mlp
@@ -21,5 +23,13 @@ def _expect(checkpoint: Checkpoint, config: ModelConfig) -> None:
     checkpoint.expect_matrix(gate, (config.intermediate_size, config.hidden_size), "intermediate_size and hidden_size")
 
 
-PARTS: Parts = {FalconAttention: fill_attention, FalconMamba: fill_mamba, FalconMLP: fill_mlp}
+def _fill_attention(attention: FalconAttention, checkpoint: Checkpoint, prefix: str) -> None:
+    """Scales of fp8 keys are those of multiplied keys, and our caches hold keys before that."""
+    fill_attention(attention, checkpoint, prefix)
+    if attention.kv_scale_2K is not None:
+        keys_K, values_K = attention.kv_scale_2K
+        attention.kv_scale_2K = torch.stack((keys_K / attention.key_multiplier, values_K))
+
+
+PARTS: Parts = {FalconAttention: _fill_attention, FalconMamba: fill_mamba, FalconMLP: fill_mlp}
 FAMILY = Family(parse_falcon_h1, FalconLayer, _expect, PARTS, norms={"norm": ("final_layernorm",)})

@@ -1,7 +1,8 @@
 """Layers of Falcon-H1: attention and Mamba-2 read the same norm, and both are added to the residual stream; then an MLP.
 
-Multipliers are applied where transformers applies them, since they are no powers of two: a weight of 16 bits could not hold its
-product with one.
+Multipliers are no powers of two: a weight of 16 bits could not hold its product with one.  So they wait for the next launch
+that reads what they multiply: the norm that adds a block's outputs, attention's scale for keys, SiLU for gates.  All of a
+row of Mamba-2's projection are applied in one launch, and what its input is multiplied with is among them.
 
 Shapes: T tokens, R rows asked for, H hidden size, Q query heads, K key/value heads, X = Q + 2K, D head dimension; of Mamba-2 C
 channels, Y outputs, V heads.
@@ -9,47 +10,49 @@ channels, Y outputs, V heads.
 
 from __future__ import annotations
 
-import torch.nn.functional as F
+import torch
 from torch import Tensor
 
 from specdec.attention.inputs import AttentionFn
+from specdec.attention.kinds import PLAIN, Scoring
 from specdec.models.causal_lm import TargetLayer
 from specdec.models.falcon_h1.config import FalconConfig
 from specdec.models.layers import MLP, RMSNorm, SelfAttention
 from specdec.models.mamba.mixer import Mamba2
-from specdec.ops.products.partials import Partials, added_up
+from specdec.ops.index import kept
+from specdec.ops.products.dense import silu_mul
+from specdec.ops.products.partials import Partials, TwoProducts, added_up, multiplied
 from specdec.ops.rope import Rotation
 from specdec.ops.rows import select_rows
 
 
 class FalconAttention(SelfAttention):
-    """SelfAttention whose keys are multiplied before positions turn them."""
+    """SelfAttention whose keys are multiplied: the products with queries are, all by one number, and no cache holds it."""
 
     def __init__(self, config: FalconConfig) -> None:
         super().__init__(config, config.hidden_size)
         self.key_multiplier = config.multipliers.key
 
-    def project(self, x_TH: Tensor) -> Tensor:
-        qkv_TXD = super().project(x_TH)
-        if self.key_multiplier != 1:
-            qkv_TXD[:, self.num_heads : self.num_heads + self.num_kv_heads].mul_(self.key_multiplier)
-        return qkv_TXD
+    @property
+    def scoring(self) -> Scoring:
+        return PLAIN if self.key_multiplier == 1 else Scoring(scale=self.key_multiplier * self.head_dim**-0.5)
 
 
 class FalconMamba(Mamba2):
-    """Mamba2 whose projections are multiplied, each kind by its own number."""
+    """Mamba2 whose inputs are multiplied, and whose projections are, each kind by its own number."""
 
     def __init__(self, config: FalconConfig) -> None:
         super().__init__(config)
         z, x, B, C, dt = config.multipliers.projected
-        self.times = tuple(zip((*self.sizes.kinds, self.sizes.outputs, self.sizes.value_heads), (C, B, x, z, dt), strict=True))
+        self.before = config.multipliers.ssm_in if config.in_bias else 1.0  # the bias is not multiplied with this one
+        after, sizes = config.multipliers.ssm_in / self.before, (*self.sizes.kinds, self.sizes.outputs, self.sizes.value_heads)
+        self.times = tuple((size, after * each) for size, each in zip(sizes, (C, B, x, z, dt), strict=True))
 
     def project(self, x_TH: Tensor) -> Tensor:
-        projected = super().project(x_TH)
-        for part, (_, times) in zip(projected.split([rows for rows, _ in self.times], dim=1), self.times, strict=True):
-            if times != 1:
-                part.mul_(times)
-        return projected
+        projected = super().project(_scaled(x_TH, self.before))
+        if all(times == 1 for _, times in self.times):
+            return projected
+        return projected.mul_(_row_of(self.times, torch.promote_types(projected.dtype, torch.float32), projected.device))
 
 
 class FalconMLP(MLP):
@@ -60,9 +63,12 @@ class FalconMLP(MLP):
         self.gate_multiplier, self.down_multiplier = config.multipliers.gate, config.multipliers.down
 
     def forward(self, x: Tensor, partials: bool = False) -> Tensor | Partials:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        gated = F.silu(_scaled(gate, self.gate_multiplier)) * up
-        return _times(self.down_proj(gated, partials=partials and self.down_multiplier == 1), self.down_multiplier)
+        if self.gate_multiplier == 1:
+            gated = self.gate_up_proj.gated(x)
+        else:
+            gated = silu_mul(added_up(self.gate_up_proj(x)), self.gate_multiplier)
+        out = self.down_proj(gated, partials=partials)
+        return multiplied(out, self.down_multiplier) if partials else _scaled(added_up(out), self.down_multiplier)
 
 
 class FalconLayer(TargetLayer):
@@ -86,9 +92,9 @@ class FalconLayer(TargetLayer):
     ) -> tuple[Tensor, Tensor | Partials]:
         """The pass is called twice, with the same number: it tells attention and states apart by their inputs."""
         times = self.multipliers
-        states = self.mamba(_scaled(normed_TH, times.ssm_in), rotation, attn, layer, rows_R)
+        states = self.mamba(normed_TH, rotation, attn, layer, rows_R)
         attended = self.self_attn(_scaled(normed_TH, times.attention_in), rotation, attn, layer, rows_R)
-        both = added_up(_times(states, times.ssm_out)) + added_up(_times(attended, times.attention_out))
+        both = TwoProducts(multiplied(states, times.ssm_out), multiplied(attended, times.attention_out))
         x = x_TH if rows_R is None else select_rows(x_TH, rows_R)
         x, normed = self.pre_ff_layernorm.add(x, both)
         return x, self.feed_forward(normed, partials=True)
@@ -98,5 +104,7 @@ def _scaled(x: Tensor, times: float) -> Tensor:
     return x if times == 1 else x * times
 
 
-def _times(output: Tensor | Partials, times: float) -> Tensor | Partials:
-    return output if times == 1 else added_up(output) * times
+@kept
+def _row_of(times: tuple[tuple[int, float], ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A multiplier for each column, given (columns, their multiplier), one kind after the other."""
+    return torch.cat([torch.full((size,), each, dtype=dtype, device=device) for size, each in times])

@@ -73,7 +73,7 @@ def parse_gpt_oss(raw: dict[str, Any], where: str) -> ModelConfig:
             count,
             width,
             RouterRule(top_k, "softmax of chosen", biased=True),
-            gate=SwiGLU(number(raw, "swiglu_alpha", where, 1.702), number(raw, "swiglu_limit", where, 7.0)),
+            activation=SwiGLU(number(raw, "swiglu_alpha", where, 1.702), number(raw, "swiglu_limit", where, 7.0)),
             biased=True,
             kept_float32=True,
         ),

@@ -16,7 +16,7 @@ from specdec.models.layers import MLP, SelfAttention
 from specdec.models.linear import Linear
 from specdec.models.mamba.mixer import Mamba2
 from specdec.models.mixtures.layer import MixtureOfExperts
-from specdec.ops.products.partials import Partials, added_up
+from specdec.ops.products.partials import Partials, multiplied
 from specdec.ops.rope import Rotation
 from specdec.ops.rows import select_rows
 
@@ -72,10 +72,7 @@ class GraniteLayer(PreNormLayer):
         rows_R: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | Partials]:
         """As of PreNormLayer."""
-        mixed = self._times(self.self_attn(normed_TH, rotation, attn, layer, rows_R))
+        mixed = multiplied(self.self_attn(normed_TH, rotation, attn, layer, rows_R), self.multiplier)
         x = x_TH if rows_R is None else select_rows(x_TH, rows_R)
         x, normed = self.post_attention_layernorm.add(x, mixed)
-        return x, self._times(self.mlp(normed, partials=self.multiplier == 1))
-
-    def _times(self, output: Tensor | Partials) -> Tensor | Partials:
-        return output if self.multiplier == 1 else added_up(output) * self.multiplier
+        return x, multiplied(self.mlp(normed, partials=True), self.multiplier)

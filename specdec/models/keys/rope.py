@@ -50,9 +50,18 @@ MROPE = ("mrope_section", "mrope_interleaved")  # which of three positions turns
 
 
 def without_mrope(raw: dict[str, Any], where: str) -> dict[str, Any]:
-    """The config without keys that change nothing in texts."""
+    """The config without keys that change nothing in texts; with sections of positions, the type "mrope" is the usual one."""
     rope = {key: mapping(raw, key, where) for key in ("rope_parameters", "rope_scaling") if raw.get(key) is not None}
-    return {**raw, **{key: {name: x for name, x in said.items() if name not in MROPE} for key, said in rope.items()}}
+    plain: dict[str, Any] = {}
+    for key, said in rope.items():
+        sections, usual = said.get(MROPE[0]), {}
+        if sections is not None:
+            counts = sections if isinstance(sections, list) and len(sections) == 3 else [-1]
+            if any(type(each) is not int or each < 0 for each in counts):
+                raise ValueError(f"{where}: {key}: {MROPE[0]} must be three numbers of pairs, got {sections!r}"[:500])
+            usual = {name: "default" for name in ("rope_type", "type") if said.get(name) == "mrope"}
+        plain[key] = {name: x for name, x in {**said, **usual}.items() if name not in MROPE}
+    return {**raw, **plain}
 
 
 def rope_type(merged: dict[str, Any], where: str) -> str:

@@ -29,6 +29,16 @@ NATIVE_KEYS = frozenset(
     "unsloth_fixed unsloth_version use_bfloat16 use_cache use_sliding_window vocab_size".split()
 )
 
+# Keys that transformers 4 wrote into every config, those within others too, and that say nothing of a forward pass.
+EVERYWHERE = frozenset(
+    "add_cross_attention bad_words_ids begin_suppress_tokens chunk_size_feed_forward cross_attention_hidden_size "
+    "decoder_start_token_id diversity_penalty early_stopping encoder_no_repeat_ngram_size exponential_decay_length_penalty "
+    "finetuning_task forced_bos_token_id forced_eos_token_id id2label is_decoder is_encoder_decoder label2id length_penalty "
+    "min_length no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_scores prefix problem_type "
+    "pruned_heads remove_invalid_values repetition_penalty return_dict_in_generate suppress_tokens task_specific_params "
+    "tf_legacy_loss tie_encoder_decoder typical_p".split()
+)
+
 
 def require(raw: dict[str, Any], keys: Iterable[str], where: str) -> None:
     """ValueError names the keys that are absent or null."""

@@ -21,9 +21,9 @@ from specdec.models.mixtures.products import SharedMLP, mixture
 from specdec.models.mixtures.router import Router
 from specdec.models.mixtures.rules import ExpertsConfig
 from specdec.ops.operator import is_traced
-from specdec.ops.products.experts import Form, SwiGLU
+from specdec.ops.products.experts import Form, inputs_of
 from specdec.ops.products.own_pairs import Kept
-from specdec.ops.products.partials import Partials
+from specdec.ops.products.partials import Delta, TwoProducts, added_up
 from specdec.parallel.shard import WHOLE
 
 
@@ -43,7 +43,7 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         held, F = experts.held, experts.intermediate_size
         wide, H = config.hidden_size, experts.latent_size or config.hidden_size
-        gated = isinstance(experts.gate, SwiGLU)
+        gated = inputs_of(experts.activation) == 2
         self.experts, self.within = experts, WHOLE if experts.divided else config.shard
         self.is_alone = config.shard.size == 1
         self.router = Router(wide, experts)
@@ -59,22 +59,30 @@ class MixtureOfExperts(nn.Module):
             own = replace(config, intermediate_size=experts.shared_size)
             self.shared = MLP(own) if gated else ReluMLP(own, experts.shared_size)
 
-    def forward(self, x_TH: Tensor, partials: bool = False) -> Tensor | Partials:
-        """partials: as of MLP.  Ranks that share the layer get sums."""
+    def forward(self, x_TH: Tensor, partials: bool = False, routed_TH: Tensor | None = None) -> Delta:
+        """partials: as of MLP; experts that read latents then leave the shared experts' output to the norm, too.
+        routed_TH: what the router reads; None: x.
+
+        Ranks that share the layer get sums.
+        """
         live, experts = None if is_traced(x_TH) else live_now(), self.experts
         skips = experts.own is not None or live is not None
-        topk_weights_TK, topk_ids_TK, shared_T1 = self.router(x_TH, Kept(experts.held, live) if skips else None)
+        topk_weights_TK, topk_ids_TK, shared_T1 = self.router(
+            x_TH if routed_TH is None else routed_TH, Kept(experts.held, live) if skips else None
+        )
         if self.watch is not None:
             self.watch(topk_ids_TK)
         stacks, numerics = (self.gate_up_proj, self.down_proj), self.router.numerics
-        form = Form(experts.gate, self.gate_up_bias_EG, self.down_bias_EH, skips)
+        form = Form(experts.activation, self.gate_up_bias_EG, self.down_bias_EH, skips)
         shared = None if self.shared is None else SharedMLP(self.shared, shared_T1)
         partials = partials and self.is_alone
         if self.to_latents is None or self.from_latents is None:
             return mixture(x_TH, topk_weights_TK, topk_ids_TK, *stacks, form, numerics, shared, partials)
         latents_TH = mixture(self.to_latents(x_TH), topk_weights_TK, topk_ids_TK, *stacks, form, numerics)
-        out_TH = self.from_latents(latents_TH)
-        return out_TH if shared is None else shared.output(x_TH).added_to(out_TH)
+        out_TH = self.from_latents(latents_TH, partials=partials)
+        if shared is not None and partials and shared_T1 is None:
+            return TwoProducts(out_TH, shared.mlp(x_TH, partials=True))
+        return out_TH if shared is None else shared.output(x_TH).added_to(added_up(out_TH))
 
 
 def mlp_of(config: ModelConfig, index: int) -> nn.Module:

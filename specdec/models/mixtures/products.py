@@ -26,9 +26,9 @@ from specdec.ops.products.experts import (
     QuantisedExperts,
     SharedExperts,
     SharedOutput,
-    SwiGLU,
     by_expert,
     grouped_tiles,
+    inputs_of,
     mixture_tiles,
     run_mixture,
     shared_beside,
@@ -54,12 +54,10 @@ class SharedMLP(NamedTuple):
 
     def beside(self, experts: Experts, tiles: MixtureTiles) -> SharedExperts | None:
         """Its matrices, if the chosen experts' launches take them too."""
-        if not isinstance(self.mlp, MLP):
+        first, down = self.mlp.gate_up_proj if isinstance(self.mlp, MLP) else self.mlp.up_proj, self.mlp.down_proj
+        if first.bias is not None or down.bias is not None:
             return None
-        gate_up, down = self.mlp.gate_up_proj, self.mlp.down_proj
-        if gate_up.bias is not None or down.bias is not None:
-            return None
-        return shared_beside(experts, tiles, gate_up.weight, down.weight, self.gate_T1)
+        return shared_beside(experts, tiles, first.weight, down.weight, self.gate_T1)
 
 
 MAX_COPIED = 1 << 30  # bytes of experts' weights that gathered_experts may copy in one call
@@ -144,7 +142,7 @@ def grouped_experts(
     of_P = None
     if form.gate_up_bias is not None:
         of_P = _existing(topk_ids_TK, len(gate_up_EGH), form).flatten().index_select(0, order_P)
-    mid_PF = form.gate(_biased(F.grouped_mm(rows_PH, gate_up_EGH.transpose(1, 2), offs=ends_E), form.gate_up_bias, of_P))
+    mid_PF = form.activation(_biased(F.grouped_mm(rows_PH, gate_up_EGH.transpose(1, 2), offs=ends_E), form.gate_up_bias, of_P))
     out_PH = _biased(F.grouped_mm(mid_PF, down_EHF.transpose(1, 2), offs=ends_E), form.down_bias, of_P)
     if use_kernels(out_PH) and topk_weights_TK.dtype == torch.float32:
         numbers_P = torch.arange(T * K, dtype=torch.int64, device=order_P.device)
@@ -170,13 +168,8 @@ def ordered_experts(
     (T, K), E = topk_ids_TK.shape, gate_up_EGH.shape[0]
     order_P, counts_E = by_expert(topk_ids_TK, E)
     of_pairs = order_P, counts_E, K
-    if isinstance(form.gate, SwiGLU):
-        mid_PF = experts_linear(x_TH, gate_up_EGH, form.gate_up_bias, *of_pairs, gate=form.gate, tiles=tiles)
-    else:  # a product without a gate reads pairs in their sorted order, and leaves them in their own
-        rows_PH = x_TH.index_select(0, order_P // K)
-        up_PF = experts_linear(rows_PH, gate_up_EGH, form.gate_up_bias, *of_pairs, gate=None, tiles=tiles)
-        mid_PF = form.gate(up_PF).index_select(0, order_P)
-    out_PH = experts_linear(mid_PF, down_EHF, form.down_bias, *of_pairs, gate=None, tiles=tiles)
+    mid_PF = experts_linear(x_TH, gate_up_EGH, form.gate_up_bias, *of_pairs, activation=form.activation, tiles=tiles)
+    out_PH = experts_linear(mid_PF, down_EHF, form.down_bias, *of_pairs, activation=None, tiles=tiles)
     return weighted_sum(out_PH.view(T, K, -1), topk_weights_TK)
 
 
@@ -187,10 +180,8 @@ def placed_experts(
     """The sum by the kernels for many rows an expert.  On a Hopper GPU alone."""
     places = place_pairs(topk_ids_TK, len(gate_up_EGH))
     rows_RH = spread_rows(x_TH, places.places_P, places.rows)
-    if isinstance(form.gate, SwiGLU):
-        mid_RF = grouped_linear(rows_RH, gate_up_EGH, form.gate_up_bias, places, form.gate, tiles[0])
-    else:  # tiles of a product without a gate leave room for a wider result
-        mid_RF = form.gate(grouped_linear(rows_RH, gate_up_EGH, form.gate_up_bias, places, None, tiles[1]))
+    first = tiles[inputs_of(form.activation) == 1]  # tiles of a product without a gate leave room for a wider result
+    mid_RF = grouped_linear(rows_RH, gate_up_EGH, form.gate_up_bias, places, form.activation, first)
     out_RH = grouped_linear(mid_RF, down_EHF, form.down_bias, places, None, tiles[1])
     return weighted_sum(out_RH, topk_weights_TK.float().contiguous(), places.places_P)
 
@@ -207,7 +198,7 @@ def paired_experts(
     x_TH: Tensor, topk_weights_TK: Tensor, topk_ids_TK: Tensor, gate_up_TKGH: Tensor, down_TKHF: Tensor, form: Form = PLAIN
 ) -> Tensor:
     """The sum by batched products, given each pair's own matrices."""
-    mid_TKF = form.gate(_biased((gate_up_TKGH @ x_TH[:, None, :, None])[..., 0], form.gate_up_bias, topk_ids_TK))
+    mid_TKF = form.activation(_biased((gate_up_TKGH @ x_TH[:, None, :, None])[..., 0], form.gate_up_bias, topk_ids_TK))
     out_TKH = _biased((down_TKHF @ mid_TKF[..., None])[..., 0], form.down_bias, topk_ids_TK)
     return _weighted(out_TKH, topk_weights_TK, x_TH.dtype, form)
 
@@ -227,7 +218,7 @@ def masked_experts(
         [None] * len(down_EHF) if bias is None else bias for bias in (form.gate_up_bias, form.down_bias)
     )
     for expert, (gate_up_GH, down_HF) in enumerate(zip(gate_up_EGH, down_EHF)):
-        mid_TF = form.gate(F.linear(x_TH, gate_up_GH, gate_up_biases[expert]))
+        mid_TF = form.activation(F.linear(x_TH, gate_up_GH, gate_up_biases[expert]))
         out_TH = F.linear(mid_TF, down_HF, down_biases[expert])
         weight_T1 = weight_TE[:, expert, None].to(dtype)
         total_TH.addcmul_(torch.where(weight_T1 == 0, 0.0, out_TH.to(dtype)), weight_T1)

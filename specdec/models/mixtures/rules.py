@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specdec.ops.products.experts import Relu2, SwiGLU
+from specdec.ops.products.experts import Activation, SwiGLU
 from specdec.ops.products.routing import RouterRule
 
 
@@ -16,7 +16,7 @@ class ExpertsConfig:
     """The mixture of a model's layers.
 
     count: experts that the router chooses from.  intermediate_size: of one expert's MLP.
-    gate: how an expert's gate multiplies its up projection; Relu2: neither it nor shared experts have a gate.
+    activation: what stands between an expert's two products.  Relu2: neither it nor shared experts have a gate.
     biased: whether the experts' projections have biases.
     kept_float32: whether the router's weights are float32 in a model of any dtype.  It computes in float32 all the same.
     shared_size: width of the MLP that every token passes besides its top-k experts, of all shared experts together; 0: none.
@@ -30,7 +30,7 @@ class ExpertsConfig:
     count: int
     intermediate_size: int
     router: RouterRule
-    gate: SwiGLU | Relu2 = SwiGLU()
+    activation: Activation = SwiGLU()
     biased: bool = False
     kept_float32: bool = False
     shared_size: int = 0

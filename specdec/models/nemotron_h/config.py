@@ -72,7 +72,7 @@ def parse_nemotron_h(raw: dict[str, Any], where: str) -> MambaConfig:
         )
     base = read_decoder(said, where, _KEYS, positions=4096, head_dim=128)
     biased = flag(raw, "use_bias", where)
-    quantization = base.quantization and replace(base.quantization, inside="backbone.")
+    quantization = base.quantization and replace(base.quantization, names=(("backbone.", "model."),))
     own = {
         "quantization": quantization, "rope": RopeConfig(kind=NO_ROPE), "one_block": True, "recurrent": _recurrent(raw, where),
         "output_names": OutputNames("mixer.o_proj", "mixer.down_proj", "mixer.out_proj"),

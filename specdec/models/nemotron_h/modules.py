@@ -13,7 +13,7 @@ from specdec.models.layers import ReluMLP, RMSNorm, SelfAttention
 from specdec.models.mamba.config import MambaConfig
 from specdec.models.mamba.mixer import Mamba2
 from specdec.models.mixtures.layer import MixtureOfExperts
-from specdec.ops.products.partials import Partials
+from specdec.ops.products.partials import Delta
 from specdec.ops.rope import Rotation
 from specdec.ops.rows import select_rows
 
@@ -36,7 +36,7 @@ class OneBlockLayer(TargetLayer):
         attn: AttentionFn,
         layer: int,
         rows_R: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | Partials]:
+    ) -> tuple[Tensor, Delta]:
         x = x_TH if rows_R is None else select_rows(x_TH, rows_R)
         if self.remembers:
             return x, self.mixer(normed_TH, rotation, attn, layer, rows_R)

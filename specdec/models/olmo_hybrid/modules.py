@@ -5,16 +5,14 @@ Shapes: T tokens, R rows asked for, H hidden size; V value heads of the delta ru
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from specdec.attention.inputs import AttentionFn
-from specdec.models.causal_lm import PreNormLayer
+from specdec.models.causal_lm import PreNormLayer, TargetLayer
 from specdec.models.layers import MLP, NoNorm, RMSNorm
 from specdec.models.mixtures.wide_norms import WideNormAttention
 from specdec.models.olmo_hybrid.config import OlmoHybridConfig
 from specdec.models.recurrent.delta_net import GatedDeltaNet
-from specdec.ops.products.partials import Partials, added_up
 from specdec.ops.rope import Rotation
 from specdec.ops.rows import select_rows
 
@@ -29,33 +27,27 @@ def delta_net(config: OlmoHybridConfig) -> GatedDeltaNet:
     return GatedDeltaNet(config, wide, {"b_proj": V, "a_proj": V}, GATED_EPS, config.strongest)
 
 
-class PostNormLayer(PreNormLayer):
+class PostNormLayer(TargetLayer):
     """A block whose attention and MLP read the residual stream as it is, and are normed before they are added to it."""
 
-    norm_follows = False
-
     def __init__(self, config: OlmoHybridConfig) -> None:
-        super().__init__(config, WideNormAttention(config), MLP(config))
+        super().__init__()
         self.input_layernorm = NoNorm()
+        self.self_attn, self.mlp = WideNormAttention(config), MLP(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_feedforward_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(
         self, x_TH: Tensor, normed_TH: Tensor, rotation: Rotation, attn: AttentionFn, layer: int, rows_R: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | Partials]:
-        """As of PreNormLayer; nothing is left to be added."""
+    ) -> tuple[Tensor, None]:
+        """Nothing is left to be added."""
         attended = self.self_attn(normed_TH, rotation, attn, layer, rows_R)
         x = x_TH if rows_R is None else select_rows(x_TH, rows_R)
-        x = x + self._normed(self.post_attention_layernorm, attended)
-        return x + self._normed(self.post_feedforward_layernorm, self.mlp(x)), torch.zeros_like(x)
-
-    @staticmethod
-    def _normed(norm: RMSNorm, output: Tensor | Partials) -> Tensor:
-        """Of the sum over ranks and splits."""
-        normed: Tensor = norm(norm.group.all_reduce(added_up(output)))
-        return normed
+        x = self.post_attention_layernorm.add_normed(x, attended)
+        return self.post_feedforward_layernorm.add_normed(x, self.mlp(x, partials=True)), None
 
 
-def olmo_hybrid_layer(config: OlmoHybridConfig, index: int) -> PreNormLayer:
+def olmo_hybrid_layer(config: OlmoHybridConfig, index: int) -> TargetLayer:
     """The layer of that number."""
     if config.layer_kinds[index].recurrent:
         return PreNormLayer(config, delta_net(config), MLP(config))

@@ -1,4 +1,4 @@
-"""The config.json of Qwen's hybrids, read strictly: the text model's, in whatever wrapper it came (keys/wrappers.py).
+"""The config.json of Qwen's hybrids, read strictly.
 
 Three of four layers keep a state in place of keys; the fourth is ordinary attention, whose output a gate multiplies.  What a
 key that is absent means is what transformers' class of the family means.  This module knows no weights.
@@ -15,20 +15,19 @@ from specdec.models.checkpoints.mtp_names import count_key
 from specdec.models.config import ModelConfig
 from specdec.models.keys.rope import without_mrope
 from specdec.models.keys.shared import check_types, require
-from specdec.models.keys.wrappers import WRAPPERS
 from specdec.models.mixtures.keys import TOP_K, layer_numbers, only, read_decoder, with_experts
 from specdec.models.mixtures.rules import ExpertsConfig
 from specdec.models.recurrent.sizes import RecurrentConfig, RuleSizes
 from specdec.ops.products.routing import RouterRule
 
 NEXT = "qwen3_next"
-DENSE, MIXTURE = ("qwen3_5", "qwen3_5_text"), ("qwen3_5_moe", "qwen3_5_moe_text")
-FAMILIES = (NEXT, *DENSE, *MIXTURE)
+DENSE, MIXTURE = "qwen3_5_text", "qwen3_5_moe_text"
+FAMILIES = (NEXT, DENSE, MIXTURE)
 LINEAR = "linear_attention"  # in a config's layer_types
 _COMMON = (
     "attention_bias attn_output_gate full_attention_interval layer_types linear_conv_kernel_dim linear_key_head_dim "
     "linear_num_key_heads linear_num_value_heads linear_value_head_dim mamba_ssm_dtype mlp_only_layers "
-    f"mtp_use_dedicated_embeddings output_gate_type use_sliding_window {count_key(DENSE[0])}"
+    f"mtp_use_dedicated_embeddings output_gate_type use_sliding_window {count_key(DENSE)}"
 )
 _MIXTURES = "moe_intermediate_size num_experts shared_expert_intermediate_size"
 # What transformers' classes mean by sizes that a config does not say.
@@ -43,15 +42,13 @@ _MOE_SIZES = {**_NEXT_SIZES, "num_experts": 256, TOP_K: 8}
 def parse_qwen_hybrid(raw: dict[str, Any], where: str) -> ModelConfig:
     """A target's config.  ValueError names `where` (the file), the key, what was expected and what was found."""
     family, said = raw["model_type"], without_mrope(raw, where)
-    if family in MIXTURE:  # the class has no such key: every layer is a mixture
+    if family == MIXTURE:  # the class has no such key: every layer is a mixture
         only(raw, where, mlp_only_layers=[])
         said.setdefault("intermediate_size", _MOE_SIZES["moe_intermediate_size"])
-    keys = _COMMON if family in DENSE else f"{_COMMON} {_MIXTURES}"
+    keys = _COMMON if family == DENSE else f"{_COMMON} {_MIXTURES}"
     if family == NEXT:
         keys += " decoder_sparse_step norm_topk_prob"
     config = read_decoder(said, where, keys, positions=32768, head_dim=256, rotated=0.25)
-    if config.quantization is not None and family in WRAPPERS:
-        config = replace(config, quantization=replace(config.quantization, inside=WRAPPERS[family].inside))
     only(raw, where, attn_output_gate=True, mamba_ssm_dtype="float32", mtp_use_dedicated_embeddings=False)
     only(raw, where, use_sliding_window=False)
     if (gate := text(raw, "output_gate_type", where)) not in (None, "swish", "silu"):
@@ -61,7 +58,7 @@ def parse_qwen_hybrid(raw: dict[str, Any], where: str) -> ModelConfig:
         config, qkv_bias=biased, o_bias=biased, qk_norm=True, zero_centred_norms=True, recurrent=_recurrent(raw, where),
         layer_kinds=_layer_kinds(raw, config.num_layers, where), mtp_layers=_mtp_layers(raw, where),
     )  # fmt: skip
-    if family in DENSE:
+    if family == DENSE:
         only(raw, where, mlp_only_layers=[])
         return config
     return _with_experts(config, raw, where)
@@ -95,7 +92,7 @@ def _recurrent(raw: dict[str, Any], where: str) -> RecurrentConfig:
 
 def _mtp_layers(raw: dict[str, Any], where: str) -> int:
     """Qwen3-Next's files don't say that they have one layer; there a checkpoint without any shows it (mtp_names.py)."""
-    return whole(raw, count_key(DENSE[0]), where, int(raw["model_type"] == NEXT), least=0, most=MAX_LAYERS)
+    return whole(raw, count_key(DENSE), where, int(raw["model_type"] == NEXT), least=0, most=MAX_LAYERS)
 
 
 def _with_experts(config: ModelConfig, raw: dict[str, Any], where: str) -> ModelConfig:

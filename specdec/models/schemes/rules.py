@@ -52,8 +52,8 @@ class Quantization:
     method: who wrote it, or "round to nearest".  formats: rules and the format of the matrices that they fit; exact rules
     before expressions, and those before classes.  kept: matrices that are not quantised.
     optional: matrices that are quantised only where the tensors say so.  kept_by: the config's key that says `kept`.
-    inside: what the file's names of the matrices begin with in place of "model.", if a wrapper holds them (keys/wrappers.py):
-    rules are about the file's names.
+    names: what names in files may begin with, and what that is here, where it is otherwise (keys/wrapper_table.py): rules are
+    about the file's names, `optional` ones about ours too.
     setting: the option by which dense weights are rounded to these formats as they are loaded; empty: the checkpoint is
     quantised.
     """
@@ -64,16 +64,15 @@ class Quantization:
     optional: tuple[Rule, ...] = ()
     kept_by: str = "ignore"
     setting: str = ""
-    inside: str = "model."
+    names: tuple[tuple[str, str], ...] = ()
 
     def format_of(self, name: str, has: Callable[[WeightFormat], bool]) -> WeightFormat | None:
         """The format of the matrix of that name; None: it is not quantised.  has: whether the tensors look like the format."""
-        if name.startswith("model."):
-            name = f"{self.inside}{name.removeprefix('model.')}"
-        if any(rule.fits(name) for rule in self.kept):
+        files = [f"{begin}{name.removeprefix(own)}" for begin, own in self.names if name.startswith(own)] or [name]
+        if any(rule.fits(each) for rule in self.kept for each in files):
             return None
-        found = next((format for rule, format in self.formats if rule.fits(name)), None)
-        if found is not None and any(rule.fits(name) for rule in self.optional) and not has(found):
+        found = next((format for rule, format in self.formats if any(map(rule.fits, files))), None)
+        if found is not None and any(rule.fits(each) for rule in self.optional for each in (name, *files)) and not has(found):
             return None
         return found
 

@@ -15,10 +15,12 @@ from specdec.attention.kinds import FULL, LayerKind
 from specdec.checks import nearest_name
 from specdec.models.checkpoints.config_values import MAX_LAYERS, dtype_name, one_line, token_ids, whole
 from specdec.models.config import EncoderConfig, ModelConfig, RopeConfig, read_json
+from specdec.models.described import described, target_json
 from specdec.models.keys.ends import GENERATION, of_texts
 from specdec.models.keys.names import by_own_names
 from specdec.models.keys.rope import parse_rope
 from specdec.models.keys.shared import MTP_COUNT, NATIVE_KEYS
+from specdec.models.keys.wrapper_table import LEFT, WRAPPERS
 from specdec.models.kv_source import check_shared_kinds
 from specdec.models.schemes.config import SIDECAR
 from specdec.models.transformers_backend.encoder_parts import ENCODER_DECODERS, decoder_config, num_decoder_layers
@@ -56,8 +58,7 @@ _HARMLESS_KEYS = frozenset(  # what published configs hold beyond their class's 
 def read_transformers_config(folder: Path) -> ModelConfig:
     """The target's config by transformers' rules.  ValueError names the file and what can't run here."""
     config = load_hf_config(folder)
-    path = folder / "config.json"
-    raw, where = read_json(path), str(path)
+    raw, where = target_json(folder), str(folder / "config.json")
     if keys := unknown_keys(folder):
         raise ValueError(
             f"{where}: unknown config keys {', '.join(keys)}, which transformers does not read for a {config.model_type} "
@@ -114,8 +115,8 @@ def _mtp_layers(raw: dict[str, Any], where: str) -> int:
 
 def load_hf_config(folder: Path) -> Any:
     """transformers' config object, after all that can be refused by it alone."""
-    path = folder / "config.json"
-    raw, where = read_json(path), str(path)
+    found, where = described(folder), str(folder / "config.json")
+    raw = found.config
     name = raw.get("model_type")
     if name not in CONFIG_MAPPING:
         if name is None:
@@ -124,18 +125,20 @@ def load_hf_config(folder: Path) -> Any:
         alike = nearest_name(str(name), CONFIG_MAPPING)
         nearest = f"{alike!r}, or a newer transformers" if alike else "a newer transformers"
         raise ValueError(f"{where}: model_type must be one that transformers knows, got {name!r}: {why}; nearest: {nearest}")
-    refuse_values(raw, where)
-    refuse_unread(raw, where)
     if (folder / SIDECAR).is_file():
         raise ValueError(
             f"{folder / SIDECAR} must be absent: it says how weights of 8 or 4 bits are stored, which specdec's own modules "
             "read, not transformers' code; nearest: backend='auto', where specdec has a module of its own for the model, or "
             "its checkpoint in bfloat16"
         )
+    refuse_values(raw, where)
+    refuse_unread(raw, where)
     try:
         read = as_transformers_reads(raw)
         config = (
-            AutoConfig.from_pretrained(folder, local_files_only=True) if read is raw else CONFIG_MAPPING[name].from_dict(read)
+            CONFIG_MAPPING[name].from_dict(read)
+            if found.wrapper or read is not raw
+            else AutoConfig.from_pretrained(folder, local_files_only=True)
         )
     except Exception as error:  # of any kind: config classes check themselves, each in its way
         raise ValueError(f"{where}: transformers does not accept it: {one_line(error)}") from error
@@ -145,7 +148,7 @@ def load_hf_config(folder: Path) -> Any:
 
 def unknown_keys(folder: Path) -> list[str]:
     """Keys of config.json that transformers' class of the model does not know, and so ignores; known noise left out."""
-    raw = read_json(folder / "config.json")
+    raw = target_json(folder)
     if raw["model_type"] not in CONFIG_MAPPING:
         return []  # whoever reads the config refuses it
     made = CONFIG_MAPPING[raw["model_type"]]()
@@ -165,9 +168,11 @@ def _refuse(config: Any, where: str) -> None:
         )
     text = config.get_text_config(decoder=True)
     if text is not config:
+        why = f": {LEFT[name]}" if name in LEFT else ""
         raise ValueError(
-            f"{where}: {name} wraps several models; expected a text model's own folder, such as one whose config.json is this "
-            f"one's text_config ({text.model_type}) and whose weights are its decoder's"
+            f"{where}: {name} wraps several models, of which the text model can't be taken alone{why}; expected one of "
+            f"{', '.join(WRAPPERS)}, or a text model's own folder, such as one whose config.json is this one's text_config "
+            f"({getattr(text, 'model_type', text)!s}) and whose weights are its decoder's"
         )
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"{where}: transformers has no causal language model of model_type {name!r}")

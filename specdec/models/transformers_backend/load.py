@@ -19,6 +19,7 @@ from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.config_values import one_line
 from specdec.models.checkpoints.mtp_names import mtp_prefixes
 from specdec.models.config import ModelConfig
+from specdec.models.keys.wrapper_table import WRAPPERS
 from specdec.models.transformers_backend.config import load_hf_config
 from specdec.models.transformers_backend.encoder_decoder import EncoderDecoderTarget
 from specdec.models.transformers_backend.make import empty_model, filled_model, usual_defaults
@@ -38,12 +39,13 @@ def load_transformers_target(
     checkpoint: its tensors, after `check_sizes`.
     """
     folder = checkpoint.folder
-    hf_config = load_hf_config(folder)
+    hf_config, wrapper = load_hf_config(folder), WRAPPERS.get(config.wrapper)
     try:
-        model, report = filled_model(folder, hf_config, dtype)
+        model, report = filled_model(folder, hf_config, dtype, () if wrapper is None else wrapper.names)
     except Exception as error:  # of any kind: the code that loads is the model's own
         raise ValueError(f"{folder}: transformers can't load its weights: {one_line(error)}") from error
-    _refuse_tensors(report, str(folder), mtp_prefixes(config))
+    elsewhere = mtp_prefixes(config) + (() if wrapper is None else wrapper.passed_over)
+    _refuse_tensors(report, str(folder), elsewhere)
     model = model.to(device).eval().requires_grad_(False)
     for name, weight in model.named_parameters():  # their names may be transformers' own, as for experts that it fuses
         checkpoint.landed(name, weight)
@@ -79,7 +81,7 @@ def check_sizes(checkpoint: Checkpoint) -> None:
 
 
 def _refuse_tensors(report: dict[str, Any], where: str, elsewhere: tuple[str, ...]) -> None:
-    """What transformers would make up or leave out, with a warning.  elsewhere: how names of a drafter's tensors begin."""
+    """What transformers would make up or leave out, with a warning.  elsewhere: how names of other models' tensors begin."""
     if wrong := sorted((name, tuple(got), tuple(wanted)) for name, got, wanted in report["mismatched_keys"]):
         name, got, wanted = wrong[0]
         raise ValueError(f"{where}: tensor {name!r} must have shape {wanted}, got {got} ({len(wrong)} tensors are wrong)")

@@ -9,6 +9,7 @@ time (`alone`).  Knows no checkpoint and no attention.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -92,12 +93,18 @@ def empty_model(config: Any, dtype: torch.dtype) -> Any:
         return _class_of(config)._from_config(deepcopy(config), **_FUNCTIONS, dtype=None)
 
 
-def filled_model(folder: Path, config: Any, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
-    """The same with the folder's weights, on the CPU, and transformers' report of tensors that it missed or left over."""
+def filled_model(
+    folder: Path, config: Any, dtype: torch.dtype, names: tuple[tuple[str, str], ...] = ()
+) -> tuple[Any, dict[str, Any]]:
+    """The same with the folder's weights, on the CPU, and transformers' report of tensors that it missed or left over.
+
+    names: what names in a wrapper's files begin with, and what that is in the text model.
+    """
+    mapped = {f"^{re.escape(begin)}": own for begin, own in names} or None
     with alone(), _silence():
         model, report = _made_quietly(_class_of(config)).from_pretrained(
             folder, config=config, dtype=dtype, **_FUNCTIONS, output_loading_info=True, ignore_mismatched_sizes=True,
-            local_files_only=True,
+            local_files_only=True, key_mapping=mapped,
         )  # fmt: skip
     model.__class__ = _class_of(config)
     return model, report

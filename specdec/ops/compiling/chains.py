@@ -43,10 +43,10 @@ GROUPS = (
     KernelGroup(
         "early",
         "The next kernel's start overlaps this one's work (measured: benchmarks/products/README.md).",
-        "masked_logits gumbel_noise perturb pair_rms_norm silu_mul take_rows prepend move pack merge_ranks local_slots "
+        "masked_logits gumbel_noise perturb pair_rms_norm activation take_rows prepend move pack merge_ranks local_slots "
         "largest_queries float8_queries latent_path path merge_kv_blocks next_tokens finish_chain best_paths block_tables fork "
         "convolve best_children "
-        "best_nodes first_level expand accept path_tables output_gate",
+        "best_nodes first_level expand accept path_tables output_gate paths join learn halve_counts",
         {
             "add_rms_norm": "weight",
             "convolve_add_norm": "weight",
@@ -92,14 +92,15 @@ GROUPS = (
     KernelGroup(
         "late",
         "The merge after attention reads queries, and the suffix's keys, table and lengths, before its wait. Of the cache "
-        "itself only paged_hopper's producer and single_query_attention read before their waits, and only keys of earlier "
-        "passes: not those that this layer may have just stored (`Segment.fresh`). latent_attention asks L2 for "
-        "slots, fresh ones too, and reads nothing of them; L2 is where the store in front writes.",
+        "itself only single_query_attention and the producers of paged_hopper and wide_hopper read before their waits, and "
+        "only keys of earlier passes: not those that this layer may have just stored (`Segment.fresh`). latent_attention asks "
+        "L2 for slots, fresh ones too, and reads nothing of them; L2 is where the store in front writes.",
         "",
         {
             "latent_kv_blocks": "cache_seqlens cu_seqlens_q page_table",
             "kv_blocks": "cache_seqlens cu_seqlens_q page_table starts",
             "paged_hopper": "cache_seqlens cu_seqlens_q kv_tiles page_table starts",
+            "wide_hopper": "cache_seqlens cu_seqlens_q kv_tiles page_table starts",
             "paged_attention": "cache_seqlens cu_seqlens_q page_table starts",
             "single_query_attention": "cache_seqlens kv norm page_table positions slots starts table",
             "latent_hopper": "cache_seqlens cu_seqlens_q",
@@ -158,14 +159,17 @@ GROUPS = (
         "complete convolution, too, and chunk_scan for what chunk_prepare leaves; so it is with Mamba-2's rule and Kimi's.",
         "ssd_prepare ssd_scan",
         {
-            "ssd_step": "count decay_left k_left path read state u_left",
+            "ssd_step": "bias conv count decay_left inputs_left k_left path read state u_left weight",
             "ssd_tree": "count decay_left k_left parents path read state u_left",
+            "ssd_tree_hopper": "A_log D count decay_left dt_bias k_left parents path read state u_left",
             "chunk_prepare": "",
             "chunk_scan": "",
             "tree_nodes": "parents",
             "kimi_nodes": "parents",
             "kimi_prepare": "",
+            "kimi_prepare_hopper": "",
             "kimi_rule": "count decay_left k_left path read state u_left",
+            "kimi_rule_hopper": "A_log count decay_left dt_bias k_left parents path read state u_left",
             "kimi_scan": "",
             "kimi_step": "count decay_left k_left path read state u_left",
             "step_rule": "count decay_left k_left path read state u_left",

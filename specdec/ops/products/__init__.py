@@ -22,7 +22,7 @@ M is the rows of x, N the rows of the weight, K the columns of both.
 | quantised/few_hopper | 4 | 1-8 | 9.0 | words go from memory to the tensor cores' registers: a layer in 30 us in place of 51 |
 | experts/router_triton | 16, 32 | 1-256 | 8.0, 9.0 and later | logits and choice in one launch: 6 us in place of 23 |
 | experts/router_many_triton | 16, 32 | 257- | 8.0, 9.0 and later | as above: a program reads the whole weight |
-| experts/grouped_hopper | 16 | 65- | 9.0 | many rows an expert: SiLU-mul costs nothing |
+| experts/grouped_hopper | 16 | 65- | 9.0 | many rows an expert: the activation costs nothing |
 | experts/stacked_triton | 16 | 1- | 9.0 and later | sorted pairs, up to 64 an expert; in one order of sums: heads, routers |
 
 Measured: benchmarks/products/README.md.  cuBLAS, or torch's grouped product (grouped.py), takes the rest on a GPU; a CPU,

@@ -1,4 +1,4 @@
-"""Products of activations with weights: `linear`, `gated_linear` (SiLU-mul of a fused gate and up) and `silu_mul`.
+"""Products of activations with weights: `linear`, `gated_linear` (SiLU-mul of a fused gate and up), `silu_mul` and `relu2`.
 
 On a CPU and under autograd each function runs its definition.  On a GPU, products of few rows (a decode step, a tree) use the
 kernel in stream_triton.py or, on an H200, the one in stream_hopper.py, which also serves some of up to 192 rows that a norm
@@ -91,14 +91,23 @@ def partials_with_tiles(x_MK: Tensor, weight_NK: Tensor, tiles: ProductTiles) ->
     return Partials(_launch(x_MK, weight_NK, None, False, tiles, partials=True), x_MK.dtype)
 
 
-def silu_mul(gate_up_M2F: Tensor) -> Tensor:
-    """silu(gate) * up: [..., F].  gate and up are the two halves of the last dim."""
+def silu_mul(gate_up_M2F: Tensor, times: float = 1.0) -> Tensor:
+    """silu(times * gate) * up: [..., F].  gate and up are the two halves of the last dim."""
     if use_kernels(gate_up_M2F) and gate_up_M2F.dim() == 2 and gate_up_M2F.stride(1) == 1:
-        from specdec.ops.products.kernels.dense.stream_triton import launch_silu_mul
+        from specdec.ops.products.kernels.dense.stream_triton import launch_activation
 
-        return launch_silu_mul(gate_up_M2F)
+        return launch_activation(gate_up_M2F, "swiglu", times)
     gate, up = gate_up_M2F.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return F.silu(gate if times == 1 else gate * times) * up
+
+
+def relu2(x: Tensor) -> Tensor:
+    """The square of each number, or 0 where it is below 0: [..., F]."""
+    if use_kernels(x) and x.dim() == 2 and x.stride(1) == 1:
+        from specdec.ops.products.kernels.dense.stream_triton import launch_activation
+
+        return launch_activation(x, "relu2")
+    return F.relu(x).square()
 
 
 def _tiles(x: Tensor, weight: Tensor, gated: bool, numerics: Numerics, partials: bool = False) -> ProductTiles | None:

@@ -11,7 +11,7 @@ Shapes: T tokens, H hidden size, E experts, K experts of a token (top_k), P = T 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from specdec.ops.launch import has_gluon, has_pdl, has_triton, use_kernels
 from specdec.ops.operator import is_traced
-from specdec.ops.products.dense import silu_mul, tma_reads
+from specdec.ops.products.dense import relu2, silu_mul, tma_reads
 from specdec.ops.products.formats.experts import QuantisedStack, has_units, scales_form
 from specdec.ops.products.gpus import match_of
 from specdec.ops.products.numerics import Numerics
@@ -58,31 +58,51 @@ class SwiGLU(NamedTuple):
 
 @dataclass(frozen=True)
 class Relu2:
-    """What experts without a gate make of their up projection: its square, or 0 where it is below 0.  No kernel computes it."""
+    """What experts without a gate make of their up projection: its square, or 0 where it is below 0."""
 
     def __call__(self, up: Tensor) -> Tensor:
         """[.., F] of [.., F]."""
-        return F.relu(up).square()
+        return relu2(up)
+
+
+@dataclass(frozen=True)
+class GeGLU:
+    """How an expert's gate multiplies its up projection: gelu(gate) * up, by tanh."""
+
+    def __call__(self, gate_up: Tensor) -> Tensor:
+        """[.., F] of [.., 2F]: the first half is the gate's."""
+        gate, up = gate_up.chunk(2, -1)
+        return F.gelu(gate, approximate="tanh") * up
+
+
+Activation = SwiGLU | GeGLU | Relu2
+
+
+def epilogue(activation: Activation | None) -> dict[str, Any]:
+    """The constexprs by which kernels compute it at the end of a product; None: of a product that nothing follows."""
+    if isinstance(activation, SwiGLU):
+        return {"ACTIVATION": "swiglu", "ALPHA": activation.alpha, "LIMIT": activation.limit}
+    name = "none" if activation is None else "geglu" if isinstance(activation, GeGLU) else "relu2"
+    return {"ACTIVATION": name, "ALPHA": 1.0, "LIMIT": 0.0}
+
+
+def inputs_of(activation: Activation | None) -> int:
+    """How many rows of the first matrix make a number of its result: a gate's and an up's, or one."""
+    return 2 if isinstance(activation, SwiGLU | GeGLU) else 1
 
 
 class Form(NamedTuple):
     """What experts compute besides their products.  Biases: [E, rows of the projection].
 
-    gate: where it is Relu2, what others call gate and up projections is up projections alone.
+    activation: where it is Relu2, what others call gate and up projections is up projections alone.
     skips: whether some pairs are skipped.  Their topk_ids are E, which is no expert, and their weights 0; what would be their
     outputs is never written.
     """
 
-    gate: SwiGLU | Relu2 = SwiGLU()
+    activation: Activation = SwiGLU()
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
     skips: bool = False
-
-    @property
-    def swiglu(self) -> SwiGLU:
-        """The gate, for kernels, which compute no other."""
-        assert isinstance(self.gate, SwiGLU), self.gate
-        return self.gate
 
 
 PLAIN = Form()
@@ -109,10 +129,10 @@ Experts = QuantisedExperts | DenseExperts
 
 
 class SharedExperts(NamedTuple):
-    """Experts that every token passes, stored as the dense ones are, with the same width and SwiGLU, and without biases.
+    """Experts that every token passes, stored as the dense ones are, with the same width and activation, and without biases.
 
-    gate_up_GH: all their gate rows, and below them all their up rows.  down_HF: their columns side by side.  gate_T1: what
-    weighs them, float32; None: nothing.  number: how many they are.
+    gate_up_GH: all their gate rows, if they have gates, and below them all their up rows.  down_HF: their columns side by side.
+    gate_T1: what weighs them, float32; None: nothing.  number: how many they are.
     """
 
     gate_up_GH: Tensor
@@ -134,7 +154,7 @@ class SharedOutput(NamedTuple):
 
 def mixture_tiles(x_TH: Tensor, experts: Experts, top_k: int, numerics: Numerics) -> MixtureTiles | None:
     """The policy's choice for a mixture; None where no kernel of experts can or shall compute it."""
-    if not use_kernels(x_TH) or not len(x_TH) or not isinstance(experts.form.gate, SwiGLU):
+    if not use_kernels(x_TH) or not len(x_TH):
         return None
     kind: ExpertsKind = "dense"
     hopper = False
@@ -148,7 +168,7 @@ def mixture_tiles(x_TH: Tensor, experts: Experts, top_k: int, numerics: Numerics
             return None
         count, kind = gate_up.experts, gate_up.kind
         hopper = x_TH.is_cuda and x_TH.dtype == torch.bfloat16 and has_units(gate_up) and has_units(down)
-        hopper = hopper and has_gluon() and match_of(x_TH.device).hopper
+        hopper = hopper and has_gluon() and match_of(x_TH.device).hopper and not isinstance(experts.form.activation, GeGLU)
     return numerics.mixture_tiles(len(x_TH), top_k, count, kind, x_TH.dtype, has_pdl(x_TH.device), hopper)
 
 
@@ -165,15 +185,16 @@ def sorted_tiles(x_TH: Tensor, experts: Experts, top_k: int, numerics: Numerics)
 def shared_beside(
     experts: Experts, tiles: MixtureTiles, gate_up_GH: Tensor | None, down_HF: Tensor | None, gate_T1: Tensor | None
 ) -> SharedExperts | None:
-    """Shared experts of a SwiGLU without biases, if the kernels of few tokens run them beside the chosen ones: a wider MLP is
-    several experts.
+    """Shared experts without biases, of a plain SwiGLU or without gates as the chosen ones, if the kernels of few tokens run
+    them beside these: a wider MLP is several experts.
 
     The matrices: as of SharedExperts, or None where they are quantised.
     """
     if tiles.kernel != "few_tokens_triton" or not isinstance(experts, DenseExperts) or gate_up_GH is None or down_HF is None:
         return None
     form, width = experts.form, experts.down.shape[2]
-    like = form.gate == SwiGLU() and form.gate_up_bias is None and form.down_bias is None and down_HF.shape[1] % width == 0
+    like = form.activation in (SwiGLU(), Relu2()) and form.gate_up_bias is None and form.down_bias is None
+    like = like and down_HF.shape[1] % width == 0
     ours = all(each.is_contiguous() and each.dtype == experts.down.dtype for each in (gate_up_GH, down_HF))
     return SharedExperts(gate_up_GH, down_HF, gate_T1, down_HF.shape[1] // width) if like and ours else None
 
@@ -181,6 +202,8 @@ def shared_beside(
 def grouped_tiles(x_TH: Tensor, experts: Experts, numerics: Numerics) -> tuple[GroupedTiles, GroupedTiles] | None:
     """Those of grouped.py's kernel for many rows an expert, of gate and up, and of down; None: a library multiplies."""
     if not isinstance(experts, DenseExperts) or not use_kernels(x_TH) or not has_pdl(x_TH.device) or not len(x_TH):
+        return None
+    if isinstance(experts.form.activation, GeGLU):
         return None
     ours = all(stack.is_contiguous() and stack.dtype == x_TH.dtype for stack in experts[:2])
     if not ours or not has_gluon() or not match_of(x_TH.device).hopper:
@@ -251,7 +274,7 @@ def quantised_experts(
         pairs, counts_E = by_expert(topk_ids_TK, E)
     x_TH = x_TH if x_TH.stride(1) == 1 else x_TH.contiguous()
     form, tiles = experts.form, tiles or expert_tiles(T * K, E)
-    mid_PF = launch_quantised_experts(x_TH, experts.gate_up, form.gate_up_bias, pairs, counts_E, K, form.swiglu, tiles)
+    mid_PF = launch_quantised_experts(x_TH, experts.gate_up, form.gate_up_bias, pairs, counts_E, K, form.activation, tiles)
     out_PH = launch_quantised_experts(mid_PF, experts.down, form.down_bias, pairs, counts_E, K, None, tiles)
     return weighted_sum(out_PH.view(T, K, -1), topk_weights_TK.contiguous())
 

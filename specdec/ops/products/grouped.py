@@ -17,7 +17,7 @@ from torch import Tensor
 from specdec.ops.products.tiles.experts import GROUPED_ALIGN, GROUPED_TILE, GroupedTiles
 
 if TYPE_CHECKING:
-    from specdec.ops.products.experts import SwiGLU
+    from specdec.ops.products.experts import Activation
 
 Capability = Callable[[torch.device], tuple[int, int]]  # of a GPU
 ALIGNMENT = 16  # bytes: the rows of inputs, weights and outputs must be multiples of it
@@ -46,15 +46,15 @@ def place_pairs(topk_ids_TA: Tensor, experts: int) -> Places:
 
 
 def grouped_linear(
-    x_RK: Tensor, weight_ENK: Tensor, bias_EN: Tensor | None, places: Places, gate: SwiGLU | None, tiles: GroupedTiles
+    x_RK: Tensor, weight_ENK: Tensor, bias_EN: Tensor | None, places: Places, activation: Activation | None, tiles: GroupedTiles
 ) -> Tensor:
-    """[R, N]: each row's product with its expert's matrix, plus its bias.  gate: of gate and up projections, else None.
+    """[R, N]: each row's product with its expert's matrix, plus its bias.  activation: what follows, of an MLP's first product.
 
     A row where no pair lies may hold anything, before and after.
     """
     from specdec.ops.products.kernels.experts.grouped_hopper import launch_grouped_hopper
 
-    return launch_grouped_hopper(x_RK, weight_ENK, bias_EN, places.table, gate, tiles, _sms(x_RK.device))
+    return launch_grouped_hopper(x_RK, weight_ENK, bias_EN, places.table, activation, tiles, _sms(x_RK.device))
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Split-K: a product whose columns several programs share, before a later kernel has added up what each program computed.
+"""What a product leaves to the norm after it: sums of the programs that share its columns (split-K), and a multiplier.
 
 Shapes: S splits, M rows, N out.
 """
@@ -12,19 +12,45 @@ from torch import Tensor
 
 
 class Partials(NamedTuple):
-    """sums_SMN: float32, contiguous.  Their sum in float32, in any order, rounded to `dtype`, is the product."""
+    """sums_SMN: float32, contiguous; one alone may be of `dtype`, and its rows strided.  Their sum in float32, in any order,
+    rounded to `dtype`, is the product.
+
+    times: what the product is multiplied with, by families that multiply what they add; it is rounded once more then.
+    """
 
     sums_SMN: Tensor
     dtype: torch.dtype
+    times: float = 1.0
 
     def tensor(self) -> Tensor:
-        """The product."""
+        """The product, multiplied."""
         total_MN, *others = self.sums_SMN
         for partial_MN in others:
             total_MN = total_MN + partial_MN
-        return total_MN.to(self.dtype)
+        product_MN = total_MN.to(self.dtype)
+        return product_MN if self.times == 1 else product_MN * self.times
 
 
-def added_up(x: Tensor | Partials) -> Tensor:
-    """The product, whether its partials have been added up or not."""
+class TwoProducts(NamedTuple):
+    """Two blocks' outputs of one width and dtype, whose rounded sum is added to the residual stream."""
+
+    first: Tensor | Partials
+    second: Tensor | Partials
+
+
+Delta = Tensor | Partials | TwoProducts  # what a norm adds in its own launch
+
+
+def added_up(x: Delta) -> Tensor:
+    """The product, or the sum of both, whether partials have been added up or not."""
+    if isinstance(x, TwoProducts):
+        return added_up(x.first) + added_up(x.second)
     return x.tensor() if isinstance(x, Partials) else x
+
+
+def multiplied(x: Tensor | Partials, times: float) -> Tensor | Partials:
+    """The product [M, N] times a number, for a norm that multiplies and adds in its own launch."""
+    if times == 1:
+        return x
+    assert not isinstance(x, Partials) or x.times == 1
+    return x._replace(times=times) if isinstance(x, Partials) else Partials(x[None], x.dtype, times)

@@ -18,7 +18,7 @@ from specdec.ops.products.numerics import INVARIANT
 from specdec.ops.products.tiles.experts import StackedTiles
 
 if TYPE_CHECKING:
-    from specdec.ops.products.experts import SwiGLU
+    from specdec.ops.products.experts import Activation
 
 
 def each_linear(x_MBK: Tensor, weight_BNK: Tensor, dtype: torch.dtype, tiles: StackedTiles | None = None) -> Tensor:
@@ -41,18 +41,18 @@ def each_linear_into(x_MBK: Tensor, weight_BNK: Tensor, out_MBN: Tensor, tiles: 
 
 def experts_linear(
     x: Tensor, weight_ENK: Tensor, bias_EN: Tensor | None, order_P: Tensor, counts_E: Tensor, top_k: int, *,
-    gate: SwiGLU | None, tiles: StackedTiles | None = None,
+    activation: Activation | None, tiles: StackedTiles | None = None,
 ) -> Tensor:  # fmt: skip
     """Each pair's product with its expert's matrix, plus its bias.
 
     order_P: the indices of pairs sorted by expert, int64.  counts_E: how many pairs each expert has, int32.
-    gate: of an MLP's first product, from x [M, K] to the gated [P, N], in the order of order_P; None: of its second product,
-    from that, [P, K], to [P, N] in the order of the pairs.
+    activation: of an MLP's first product, from x [M, K] to its activation [P, N], in the order of order_P; None: of its second
+    product, from that, [P, K], to [P, N] in the order of the pairs.
     """
     from specdec.ops.products.kernels.experts.stacked_triton import launch_experts_linear
 
     tiles = tiles or INVARIANT.stacked_tiles(-(-order_P.shape[0] // weight_ENK.shape[0]), x.dtype)
-    return launch_experts_linear(x, weight_ENK, bias_EN, order_P, counts_E, top_k, gate, tiles)
+    return launch_experts_linear(x, weight_ENK, bias_EN, order_P, counts_E, top_k, activation, tiles)
 
 
 def weighted_sum(x: Tensor, topk_weights_MA: Tensor, places_P: Tensor | None = None) -> Tensor:

@@ -221,7 +221,13 @@ def _text_part(part: Any, name: str) -> str:
     """The text of a part of a message's content."""
     if isinstance(part, dict) and part.keys() == {"type", "text"} and part["type"] == "text" and isinstance(part["text"], str):
         return part["text"]
-    raise wrong(name, f"{name} must be {{'type': 'text', 'text': ...}}, the only kind of content supported, got {part!r}")
+    expected = f"{name} must be {{'type': 'text', 'text': ...}}, the only kind of content supported"
+    kind = part.get("type") if isinstance(part, dict) else None
+    if isinstance(kind, str) and any(word in kind for word in ("image", "audio", "video", "file")):
+        raise wrong(
+            name, f"{expected}, got one of type {kind[:40]!r}: of a model that reads images, only its text model runs here"
+        )
+    raise wrong(name, f"{expected}, got {str(part)[:200]!r}" if len(str(part)) > 200 else f"{expected}, got {part!r}")
 
 
 def _require_text(name: str, value: Any) -> str:

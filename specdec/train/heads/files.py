@@ -12,7 +12,7 @@ import torch
 
 from specdec.draft.head import DraftHead
 from specdec.models.checkpoints.checkpoint import resolve_target
-from specdec.models.registry import target_json
+from specdec.models.described import target_json
 from specdec.train.heads import safeailab, speculators
 
 

@@ -45,7 +45,7 @@ def new_head(model: Target, aux_layers: tuple[int, ...], draft_ids_V: Tensor, ru
     else:
         head.embed_tokens = model.embed_tokens
     if not spec.own_lm_head:
-        head.lm_head = model.lm_head
+        head.share_lm_head(model)
     head.requires_grad_(True)
     generator = torch.Generator(device).manual_seed(run.seed)
     with torch.no_grad():

@@ -21,7 +21,7 @@ from specdec.draft.block.dflash import DFlashHead
 from specdec.draft.block.smoke import BlockLook
 from specdec.draft.load import load_head
 from specdec.draft.smoke import MIN_RATIO, TargetPass, respecified, variant
-from specdec.loading.drafters import TEXT
+from specdec.loading.about.drafters import TEXT
 from specdec.prompts.tokenizer import Tokenizer
 
 CPU = torch.device("cpu")

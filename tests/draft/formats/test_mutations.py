@@ -25,7 +25,7 @@ from specdec.draft.formats.open import open_head
 from specdec.draft.formats.reading import ParsedHead
 from specdec.draft.formats.spec import HeadSpec
 from specdec.draft.load import build_head
-from specdec.loading.drafters import TEXT
+from specdec.loading.about.drafters import TEXT
 from specdec.models.target import Target
 from specdec.prompts.tokenizer import Tokenizer
 

@@ -98,6 +98,6 @@ def test_filling_asks_for_what_checkpoints_hold(tmp_path: Path, family: str) -> 
     folder = NativeZoo(tmp_path).changed(family, {}, tmp_path / "copies")[0]
     choice, asked = choose_target(folder, "native"), AssumedCheckpoint()
     assert choice.native is not None
-    fill_target(empty(choice.native, choice.config), asked, choice.native.parts, choice.native.norms)
+    fill_target(empty(choice.native, choice.config), asked, choice.native)
     held = open_target(folder, choice.config)
     assert asked.shapes == {name: held.shape(name) for name in held.names() if name in asked.shapes or "lm_head" not in name}

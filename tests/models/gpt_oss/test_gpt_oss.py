@@ -244,7 +244,7 @@ def test_the_published_config_is_understood() -> None:
     }  # fmt: skip
     config = parse_gpt_oss(raw, "config.json")
     experts = config.experts
-    assert experts is not None and (experts.count, experts.router.top_k, tuple(experts.gate)) == (32, 4, (1.702, 7.0))
+    assert experts is not None and (experts.count, experts.router.top_k, tuple(experts.activation)) == (32, 4, (1.702, 7.0))
     assert [kind.window for kind in config.layer_kinds] == [128, None] * 12 and config.has_sinks
     rope = config.rope
     assert isinstance(rope, YarnRope) and rope.theta == 150000 and not rope.truncate

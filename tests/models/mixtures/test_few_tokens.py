@@ -27,7 +27,7 @@ from specdec.models.mixtures.layer import MixtureOfExperts
 from specdec.models.mixtures.rules import ExpertsConfig
 from specdec.ops.norm import add_rms_norm
 from specdec.ops.products import experts, routing
-from specdec.ops.products.experts import SwiGLU
+from specdec.ops.products.experts import Relu2, SwiGLU
 from specdec.ops.products.numerics import Numerics
 from specdec.ops.products.routing import RouterRule
 from specdec.ops.products.tiles.experts import ExpertsKind, ExpertTiles, MixtureTiles, RouterTiles, few_tokens_tiles
@@ -40,6 +40,8 @@ MIXTURES = {
     "qwen2-moe": ExpertsConfig(8, 24, RouterRule(3, "softmax", normed=True), shared_size=20, shared_gated=True),
     "qwen3.5-moe": ExpertsConfig(8, 24, RouterRule(3, "softmax", normed=True), shared_size=48, shared_gated=True),
     "glm4-moe": ExpertsConfig(8, 24, GROUPED, shared_size=24),
+    "nemotron-h": ExpertsConfig(8, 24, GROUPED, Relu2(), shared_size=48),
+    "latents": ExpertsConfig(8, 24, GROUPED, Relu2(), shared_size=48, latent_size=24),
     "gpt-oss": ExpertsConfig(
         4, 24, RouterRule(2, "softmax of chosen", biased=True), SwiGLU(1.702, 7.0), biased=True, kept_float32=True
     ),
@@ -94,7 +96,7 @@ def test_a_layer_computes_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -
     for T, right in zip((4, 1), want):
         torch.testing.assert_close(layer(x_TH[:T]), right, atol=1e-5, rtol=1e-5)
     assert [launches[name] for name in LAUNCHES] == [2, 2, 2]
-    assert len(called) == 2 * (name == "qwen2-moe"), "shared experts of the others' width take no launch"
+    assert len(called) == 2 * (name in ("qwen2-moe", "latents")), "shared experts of the others' width take no launch"
     layer(x_TH)
     assert [launches[name] for name in LAUNCHES] == [2, 2, 2], "of more tokens others are asked"
 

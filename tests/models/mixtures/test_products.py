@@ -38,7 +38,7 @@ def test_experts_agree(biased: bool) -> None:
         (gathered_experts, torch.float64),
         (masked_experts, torch.float64),
     ):
-        cast = Form(form.gate, *(None if bias is None else bias.to(dtype) for bias in form[1:3]))
+        cast = Form(form.activation, *(None if bias is None else bias.to(dtype) for bias in form[1:3]))
         found = experts(x.to(dtype), weights.to(dtype), topk_ids, gate_up.to(dtype), down.to(dtype), cast)
         torch.testing.assert_close(found.double(), want, atol=1e-4, rtol=1e-4)
 

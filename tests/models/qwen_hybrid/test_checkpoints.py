@@ -177,7 +177,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"text_config": {**COMMON, **DENSE, "model_type": "qwen3_5_text", "quantization_config": float("nan")}},
         "quantization_config must be an object",
     ),
-    ("qwen3_5", {"tie_word_embeddings": True}, "tie_word_embeddings must be the same in text_config"),
+    ("qwen3_5", {"tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false, got 'no'"),
     ("qwen3_5_moe", {"model_type": "qwen3_5"}, "model_type must be 'qwen3_5_text', got 'qwen3_5_moe_text'"),
 ]
 

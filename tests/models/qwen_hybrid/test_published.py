@@ -1,5 +1,7 @@
 """config.json of Qwen's hybrids as they are published, and a head's that was made from one."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,6 +9,7 @@ import pytest
 from specdec.draft.formats.body import parse_head_rope
 from specdec.models.keys.wrappers import unwrapped
 from specdec.models.qwen_hybrid.config import parse_qwen_hybrid
+from specdec.models.registry import choose_target
 
 MROPE = {"mrope_interleaved": True, "mrope_section": [11, 11, 10]}
 ROPE = {**MROPE, "partial_rotary_factor": 0.25, "rope_theta": 10000000, "rope_type": "default"}
@@ -55,18 +58,21 @@ def wrapped(text: dict[str, Any], **more: Any) -> dict[str, Any]:
 )
 def test_published_configs_are_read(raw: dict[str, Any], layers: int, state: float) -> None:
     """Keeps out: a key that every file has and nobody reads; states of another size than the reference says."""
-    config = parse_qwen_hybrid(unwrapped(raw, "here"), "here")
+    config = parse_qwen_hybrid(unwrapped(raw, "here").config, "here")
     assert len(config.recurrent_layers) == layers and config.recurrent is not None and config.dtype == "bfloat16"
     assert config.recurrent.outputs * 128 * 4 == pytest.approx(state, rel=0.02)
     assert (config.rope.theta, config.rope.rotated, config.mtp_layers, config.max_position) == (1e7, 64, 1, 262144)
     assert config.experts is None or (config.experts.router.normed and config.experts.shared_gated)
 
 
-def test_names_of_a_wrapper_s_weights_in_fp8() -> None:
+def test_names_of_a_wrapper_s_weights_in_fp8(tmp_path: Path) -> None:
     """Keeps out: rules about the file's names that never fit ours."""
     kept = ["lm_head", "model.visual", "model.language_model.layers.0.linear_attn.in_proj_a", "mtp.fc"]
     scheme = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": kept}
-    made = parse_qwen_hybrid(unwrapped(wrapped(DENSE, quantization_config=scheme), "here"), "here").quantization
+    (tmp_path / "config.json").write_text(
+        json.dumps(wrapped({**DENSE, "tie_word_embeddings": False}, quantization_config=scheme))
+    )
+    made = choose_target(tmp_path).config.quantization
     assert made is not None
     quantised = [name for name in ("model.layers.0.linear_attn.in_proj_a", "model.layers.0.linear_attn.in_proj_z", "mtp.fc")
                  if made.format_of(name, lambda _: True)]  # fmt: skip

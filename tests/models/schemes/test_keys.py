@@ -9,8 +9,9 @@ from toolkit.models import save_target
 from toolkit.oracles.quantised import compressed
 from transformers.utils.quantization_config import AwqConfig, FineGrainedFP8Config, GPTQConfig, Mxfp4Config
 
+from specdec.models.described import target_json
 from specdec.models.gpt_oss.config import _quantization as of_gpt_oss
-from specdec.models.registry import choose_target, target_json
+from specdec.models.registry import choose_target
 from specdec.models.schemes import rules
 from specdec.models.schemes.config import parse_quantization, quantization_of
 from specdec.models.schemes.formats import Fp8

@@ -12,11 +12,11 @@ from toolkit.inside.captures import capturing
 from toolkit.kernels import DEVICE, HAS_GPU
 from torch import Tensor
 
-from specdec.ops.products.dense import gated_linear, linear, silu_mul
+from specdec.ops.products.dense import gated_linear, linear, relu2, silu_mul
 from specdec.ops.products.gpus import H100, H200, nearest
 from specdec.ops.products.kernels.dense import stream_triton
 from specdec.ops.products.kernels.dense.large_n_triton import launch_large_n_linear
-from specdec.ops.products.kernels.dense.stream_triton import ARRIVALS, launch_linear, launch_silu_mul
+from specdec.ops.products.kernels.dense.stream_triton import ARRIVALS, launch_activation, launch_linear
 from specdec.ops.products.tiles.dense import ProductTiles, product_tiles
 
 BOUNDS = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}  # norm(out - exact) / norm(exact)
@@ -106,12 +106,17 @@ def test_a_split_leaves_its_counters_as_it_found_them() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("M", "F_"), [(1, 64), (5, 100), (3, 2049)])
-def test_silu_mul_equals_the_definition(M: int, F_: int, dtype: torch.dtype) -> None:
-    """Keeps out: halves swapped, a block that reads on into the up half, NaN where exp overflows."""
+def test_activations_equal_their_definitions(M: int, F_: int, dtype: torch.dtype) -> None:
+    """Keeps out: halves swapped, a block that reads on into the up half, NaN where exp overflows, and a square of a number
+    below 0; a sum that is no number and becomes 0, by which a broken request would go on."""
     gate_up = strided(M, 2 * F_, dtype)
     gate_up[0, :2] = torch.tensor([-2e4, 2e4])
-    check(launch_silu_mul(gate_up), silu_mul(gate_up.double()), dtype)
-    assert launch_silu_mul(gate_up[:0]).shape == (0, F_)
+    check(launch_activation(gate_up, "swiglu"), silu_mul(gate_up.double()), dtype)
+    assert launch_activation(gate_up[:0], "swiglu").shape == (0, F_)
+    up = gate_up[:, 1:]
+    up[0, 0], up[-1, -1] = torch.nan, -3
+    got, want = launch_activation(up, "relu2"), relu2(up.double())
+    assert got[0, 0].isnan() and torch.equal(got.nan_to_num(-1), want.to(dtype).nan_to_num(-1))
 
 
 def test_without_a_gpu_or_with_gradients_it_is_torch() -> None:

@@ -4,9 +4,10 @@ import pytest
 import torch
 from toolkit.kernels import DEVICE
 from toolkit.recurrent.made import Sizes
-from toolkit.recurrent.rounds import copied, equal_memory, in_the_middle, moved
+from toolkit.recurrent.rounds import Round, copied, equal_memory, in_the_middle, moved
 
 from specdec.ops.recurrent.gated_delta import Gates, tree_outputs
+from specdec.ops.recurrent.states import RuleStates
 from specdec.ops.recurrent.trees.hopper_tiles import HopperTiles, hopper_tiles, takes
 from specdec.ops.recurrent.trees.rule_triton import launch_tree_rule
 
@@ -17,6 +18,24 @@ SIZES = Sizes(G=1, H=3, K=128, V=128)
 
 def on_device(gates: Gates) -> Gates:
     return Gates(*(each.to(DEVICE) for each in gates.tensors), gates.most)
+
+
+def float32_error(now: Round) -> float:
+    """By how much the memory that the definition leaves in float32 differs from that in float64: |a - b| / (1 + |b|)."""
+    y, gates = now.x_TC, now.weights.gates(now.a_TH, now.b_TH)
+    assert now.layer.rule is not None
+    exact = RuleStates(*(each.double() for each in now.layer.rule))
+    rounded = RuleStates(*(each.clone() for each in now.layer.rule))
+    for memory in (exact, rounded):
+        tree_outputs(y, gates, memory, now.steps)
+    return max(float(((a - b).abs() / (1 + b.abs())).nan_to_num(0).max()) for a, b in zip(rounded, exact))
+
+
+def test_a_long_chain_rounds_more_often() -> None:
+    """Keeps out: one bound for all chains.  In float32 the definition itself loses more than ten times as much over 64 nodes as
+    over 7."""
+    short, long = (in_the_middle(SIZES, nodes, True, torch.bfloat16, seed=nodes) for nodes in (7, 64))
+    assert 0 < 10 * float32_error(short) < float32_error(long) < 2e-5
 
 
 def test_passes_that_the_kernel_takes() -> None:
@@ -52,12 +71,12 @@ def test_trees_equal_the_definition(nodes: int, kind: str, before: int, tiles: H
     if kind == "deep tree":
         now.steps.parents_BN[:, -2:] = 3
     y, gates = now.x_TC, now.weights.gates(now.a_TH, now.b_TH)
-    layer, on_gpu = copied(now.layer, DEVICE), y.to(DEVICE)
+    layer, on_gpu, rounding = copied(now.layer, DEVICE), y.to(DEVICE), float32_error(now)
     assert layer.rule is not None and takes(on_gpu, layer.rule, nodes)
     got = launch_tree_rule(on_gpu, on_device(gates), layer.rule, moved(now.steps, DEVICE), tiles=tiles).cpu()
     want = tree_outputs(y, gates, now.layer.rule, now.steps)
     torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2)
-    equal_memory(layer, now.layer, 2e-5)
+    equal_memory(layer, now.layer, max(2e-5, 8 * rounding))  # two ways to round, each in an order of sums of its own
 
 
 @pytest.mark.gpu

@@ -9,12 +9,13 @@ import torch
 
 from specdec.models.mixtures.products import placed_experts
 from specdec.ops.launch import has_pdl
-from specdec.ops.norm import add_rms_norm, norm_parts, pair_rms_norm, part_squares, rms_norm
-from specdec.ops.products.dense import DenseWeight, gated_linear, linear, silu_mul
+from specdec.ops.norm import add_normed, add_rms_norm, norm_parts, pair_rms_norm, part_squares, rms_norm
+from specdec.ops.products.dense import DenseWeight, gated_linear, linear, relu2, silu_mul
 from specdec.ops.products.experts import (
     DenseExperts,
     Form,
     QuantisedExperts,
+    Relu2,
     SharedExperts,
     SharedOutput,
     SwiGLU,
@@ -31,6 +32,7 @@ from specdec.ops.products.gpus import match_of
 from specdec.ops.products.lossless import LosslessWeight
 from specdec.ops.products.numerics import FAST, INVARIANT
 from specdec.ops.products.own_pairs import LiveRows, own_pairs
+from specdec.ops.products.partials import TwoProducts, multiplied
 from specdec.ops.products.quantised import QuantisedWeight
 from specdec.ops.products.routing import RouterRule, RouterWeights, routed
 from specdec.ops.products.stacked import each_linear, experts_linear, weighted_sum
@@ -53,6 +55,7 @@ def products() -> None:
                 gated_linear(x, halves(2 * F, H), None, INVARIANT)
         linear(halves(rows, HIDDEN), halves(VOCABULARY, HIDDEN))
         silu_mul(halves(rows, 2 * 14336))
+        relu2(halves(rows, 21504))
     for T in (1, 60, 2048):
         E, A, H, F = 128, 8, 2048, 768
         order, each = ids(T * A), counts(E)
@@ -60,8 +63,9 @@ def products() -> None:
             each_linear(halves(T, 128, 128), halves(128, 512, 128), torch.bfloat16)
             each_linear(floats(T, 1, 4096), floats(1, 192, 4096), torch.float32)  # a router kept in float32
             for gate, biases in ((SwiGLU(), (None, None)), (SwiGLU(1.702, 7.0), (halves(E, 2 * F), halves(E, H)))):
-                experts_linear(halves(T, H), halves(E, 2 * F, H), biases[0], order, each, A, gate=gate)
-                experts_linear(halves(T * A, F), halves(E, H, F), biases[1], order, each, A, gate=None)
+                experts_linear(halves(T, H), halves(E, 2 * F, H), biases[0], order, each, A, activation=gate)
+                experts_linear(halves(T * A, F), halves(E, H, F), biases[1], order, each, A, activation=None)
+            experts_linear(halves(T, H), halves(E, F, H), None, order, each, A, activation=Relu2())
         weighted_sum(halves(T, A, H), floats(T, A))
         by_expert(ids(T, A), E)
         own_pairs(floats(T, A), ids(T, A), range(64))
@@ -120,14 +124,15 @@ def coded_mixtures() -> None:
             return QuantisedStack(kind, E, qweight, scales, None, K, group)  # noqa: B023
 
         form = Form(SwiGLU(1.702, 7.0), halves(E, 2 * F), halves(E, H)) if gpt_oss else Form()
-        experts = QuantisedExperts(stack(2 * F, H), stack(H, F), form)
-        for T in (1, 6, 60, 2048):
-            if mixture_tiles(halves(T, H), experts, A, FAST) is not None:
-                quantised_experts(halves(T, H), floats(T, A), ids(T, A), experts)
-        for T in (1, 8, 32) if has_pdl(here()) else ():
-            few_tokens_experts(halves(T, H), floats(T, A), ids(T, A), experts, few_tokens_tiles(T, kind))
-            if T <= 8 and has_units(experts.down) and match_of(here()).hopper:
-                few_tokens_experts(halves(T, H), floats(T, A), ids(T, A), experts, few_hopper_tiles(T, kind))
+        ungated = QuantisedExperts(stack(F, H), stack(H, F), Form(Relu2()))
+        for experts in (QuantisedExperts(stack(2 * F, H), stack(H, F), form), ungated):
+            for T in (1, 6, 60, 2048):
+                if mixture_tiles(halves(T, H), experts, A, FAST) is not None:
+                    quantised_experts(halves(T, H), floats(T, A), ids(T, A), experts)
+            for T in (1, 8, 32) if has_pdl(here()) else ():
+                few_tokens_experts(halves(T, H), floats(T, A), ids(T, A), experts, few_tokens_tiles(T, kind))
+                if T <= 8 and has_units(experts.down) and match_of(here()).hopper:
+                    few_tokens_experts(halves(T, H), floats(T, A), ids(T, A), experts, few_hopper_tiles(T, kind))
 
 
 def dense_mixtures() -> None:
@@ -140,6 +145,13 @@ def dense_mixtures() -> None:
         for shared in (None, output, beside) if has_pdl(here()) else ():
             experts, tiles = DenseExperts(halves(128, 1536, 2048), halves(128, 2048, 768)), few_tokens_tiles(T, "dense")
             few_tokens_experts(halves(T, 2048), floats(T, 8), ids(T, 8), experts, tiles, shared, partials=shared is None)
+        if has_pdl(here()):  # Nemotron-3-Nano's
+            E, A, H, width = 128, 6, 2688, 1856
+            ungated, beside = (
+                DenseExperts(halves(E, width, H), halves(E, H, width), Form(Relu2())),
+                SharedExperts(halves(2 * width, H), halves(H, 2 * width), None, 2),
+            )
+            few_tokens_experts(halves(T, H), floats(T, A), ids(T, A), ungated, few_tokens_tiles(T, "dense"), beside, True)
         for E, H, rule in ((128, 2048, RouterRule(8, "softmax", normed=True)), (256, 7168, deepseek)):
             correction, router = floats(E) if rule.corrected else None, router_tiles(T, E)
             routed(halves(T, H), RouterWeights(halves(E, H), None, correction), rule, E, router)
@@ -160,9 +172,10 @@ def many_tokens() -> None:
             routed(halves(T, H), RouterWeights(weight, floats(E) if rule.biased else None, None), rule, E, router_tiles(T, E))
             by_expert(ids(16 * T, 8), E)
             form = Form(SwiGLU(1.702, 7.0), halves(E, 2 * F), halves(E, H)) if rule.biased else Form()
-            experts = DenseExperts(halves(E, 2 * F, H), halves(E, H, F), form)
-            if (tiles := grouped_tiles(halves(T, H), experts, FAST)) is not None:
-                placed_experts(halves(T, H), floats(T, 8), ids(T, 8), *experts, tiles)
+            ungated = DenseExperts(halves(E, F, H), halves(E, H, F), Form(Relu2()))
+            for experts in (DenseExperts(halves(E, 2 * F, H), halves(E, H, F), form), ungated):
+                if (tiles := grouped_tiles(halves(T, H), experts, FAST)) is not None:
+                    placed_experts(halves(T, H), floats(T, 8), ids(T, 8), *experts, tiles)
 
 
 def norms_and_rows() -> None:
@@ -174,6 +187,9 @@ def norms_and_rows() -> None:
             norm_parts(qkv, parts, 1e-5)
             norm_parts(qkv, parts, 1e-5, part_squares(qkv, (H, H // 4)), 2)
             add_rms_norm(x, delta, weight, 1e-5)
+            add_rms_norm(x, TwoProducts(multiplied(delta, 0.5), delta), weight, 1e-5)
+            add_normed(x, delta, weight, 1e-5)
+            add_normed(x, multiplied(delta, 0.5), None)
             pair_rms_norm(ids(T), halves(VOCABULARY, H), weight, x, weight, 1e-5)
     take_rows(halves(8, 60, HIDDEN), ids(8, 6))
     take_run(halves(8, 60, HIDDEN), ids(8), 4)

@@ -7,9 +7,10 @@ import torch
 from specdec.models.causal_lm import CausalLM
 from specdec.models.checkpoints.frame import load_family
 from specdec.models.config import ModelConfig
+from specdec.models.described import target_json
 from specdec.models.keys.ends import with_ends
 from specdec.models.llama.config import parse_llama
-from specdec.models.registry import TargetChoice, check_chosen, target_json
+from specdec.models.registry import TargetChoice, check_chosen
 from specdec.parallel.shard import WHOLE, Shard
 
 

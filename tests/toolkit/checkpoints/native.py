@@ -20,6 +20,7 @@ from toolkit.recurrent.mamba_targets import tiny_mamba
 from toolkit.recurrent.more_targets import MORE, save_more
 from toolkit.recurrent.targets import FAMILIES as HYBRIDS
 from toolkit.recurrent.targets import tiny_hybrid
+from toolkit.unlike.targets import save_unlike
 
 NAMES = {
     "deepseek_v2": "v2",
@@ -38,6 +39,7 @@ NAMES = {
     "minimax_m2": "minimax",
     "olmoe": "olmoe",
 }  # of other zoos
+UNLIKE = {"mimo_v2_flash": "mimo", "gemma4_text": "gemma-mixture"}  # whose kinds of layers have heads of their own
 ABSENT = "absent"  # a change that takes the key away
 IDS = torch.randint(40, (24,), generator=torch.Generator().manual_seed(5))  # three windows of 8 tokens
 LAYERS = 2
@@ -82,6 +84,9 @@ class NativeZoo:
             tiny_hybrid(ours, family, num_hidden_layers=LAYERS, layer_types=kinds, **own)
         if family in MORE and not ours.is_dir():
             save_more(ours, family, **SHORT[family])
+        if family in UNLIKE and not ours.is_dir():
+            kinds = ["sliding_attention", "full_attention"]
+            save_unlike(ours, UNLIKE[family], num_hidden_layers=LAYERS, layer_types=kinds)
         if family in MAMBAS and not ours.is_dir():
             tiny_mamba(ours, family, **SHORT[family])
         if not ours.is_dir():

@@ -14,7 +14,7 @@ from specdec.draft.eagle.smoke import EagleLook
 from specdec.draft.formats.open import open_head
 from specdec.draft.load import build_head
 from specdec.draft.smoke import Finding, TargetPass, layers_of
-from specdec.loading.drafters import MAX_TOKENS, TEXT
+from specdec.loading.about.drafters import MAX_TOKENS, TEXT
 from specdec.models.target import Target
 from specdec.prompts.tokenizer import Tokenizer
 from toolkit.checkpoints.load import load_target, read_target_config

@@ -22,13 +22,13 @@ from specdec.ops.products.tiles.dense import ProductTiles
 from toolkit.ahead.machine import GPUS, NoDriver
 
 DEVICE = torch.device("cuda", GPUS["H200"].index)
-FUNCTIONS = stream_hopper.hopper_linear_kernel, stream_triton.silu_mul_kernel
+FUNCTIONS = stream_hopper.hopper_linear_kernel, stream_triton.activation_kernel
 
 
 def launches() -> None:
     x_MK, weight_NK = torch.zeros(16, 256, dtype=torch.bfloat16), torch.zeros(256, 256, dtype=torch.bfloat16)
     stream_hopper.launch_hopper_linear(x_MK, weight_NK, None, True, ProductTiles("stream_hopper", 16, 64, 64, 1, 4, 2))
-    stream_triton.launch_silu_mul(weight_NK)
+    stream_triton.launch_activation(weight_NK, "swiglu")
 
 
 def start(purpose: str = "one") -> tuple[int, int]:
@@ -54,11 +54,11 @@ def main() -> None:
         module.chained = lambda device: {"PDL": True, "launch_pdl": True}  # type: ignore[attr-defined]
     folder = Path(knobs.cache.dir)
     found = {"first": start(), "second": start(), "another purpose": start("two")}
-    source: Any = stream_triton.silu_mul_kernel
+    source: Any = stream_triton.activation_kernel
     source.raw_src = [*source.raw_src, "# changed\n"]
     found["another source"] = start()
     found["the same again"] = start()
-    next(folder.glob("*/silu_mul_kernel.cubin")).unlink()
+    next(folder.glob("*/activation_kernel.cubin")).unlink()
     found["a file is gone"] = start()
     for file in (folder / "specdec").iterdir():
         file.write_bytes(file.read_bytes()[:100])

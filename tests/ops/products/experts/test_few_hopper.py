@@ -14,7 +14,7 @@ from toolkit.kernels import MARK, fence_new_memory
 from toolkit.quantised_weights import FORMS, choice, error, exact_mixture, experts_of, rand
 from torch import Tensor
 
-from specdec.ops.products.experts import QuantisedExperts, SharedOutput, SwiGLU, few_tokens_experts
+from specdec.ops.products.experts import QuantisedExperts, Relu2, SharedOutput, SwiGLU, few_tokens_experts
 from specdec.ops.products.formats.experts import has_units
 from specdec.ops.products.partials import Partials
 from specdec.ops.products.tiles.experts import ExpertTiles, MixtureTiles, few_hopper_tiles, mixture_tiles
@@ -22,11 +22,14 @@ from specdec.ops.products.tiles.experts import ExpertTiles, MixtureTiles, few_ho
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 needs_hopper = pytest.mark.skipif(not HAS_HOPPER, reason="kernels for Hopper GPUs")
 NAMES = "int4", "mxfp4"
-QWEN, GPT_OSS = (2048, 768, 128, 8), (2880, 2880, 32, 4)
+RELU2 = "int4 relu2", "mxfp4 relu2"
+QWEN, GPT_OSS, NEMOTRON = (2048, 768, 128, 8), (2880, 2880, 32, 4), (2688, 1856, 128, 6)
 
 
 def experts_named(name: str, E: int, H: int, F: int) -> QuantisedExperts:
-    return experts_of(FORMS[name], E, H, F, SwiGLU(1.7, 7.0) if name == "mxfp4" else None)
+    """A form of FORMS; with " relu2" without gates."""
+    activation = Relu2() if name in RELU2 else SwiGLU(1.7, 7.0) if name == "mxfp4" else None
+    return experts_of(FORMS[name.removesuffix(" relu2")], E, H, F, activation)
 
 
 def tiles_of(gate_up: tuple[int, int, int], down: tuple[int, int, int, int]) -> MixtureTiles:
@@ -55,7 +58,7 @@ def test_warps_share_a_token_s_experts_evenly() -> None:
 @pytest.mark.gpu
 @needs_hopper
 @pytest.mark.parametrize("T", [1, 5, 8])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES + RELU2)
 def test_a_mixture_equals_its_definition(name: str, T: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps out: rows of another expert or token, gates taken for ups, columns in another order than x's, columns beyond the
     last one, units that two slices have or none, a scale of another group, activations that nobody wrote, writes beyond
@@ -63,7 +66,7 @@ def test_a_mixture_equals_its_definition(name: str, T: int, monkeypatch: pytest.
     """
     from specdec.ops.products.kernels.quantised import few_hopper
 
-    H, F, K = (160, 320, 2) if name == "mxfp4" else (384, 128, 3)
+    H, F, K = (160, 320, 2) if name.startswith("mxfp4") else (384, 128, 3)
     experts = experts_named(name, 5, H, F)
     x, (topk_weights_TK, topk_ids_TK) = rand(T, H, seed=2) / 8, choice(T, 5, K)
     fences = fence_new_memory(few_hopper, monkeypatch)
@@ -117,7 +120,9 @@ def test_a_token_does_not_depend_on_nan_beside_it() -> None:
 
 @pytest.mark.gpu
 @needs_hopper
-@pytest.mark.parametrize(("name", "sizes"), [("int4", QWEN), ("mxfp4", GPT_OSS)])
+@pytest.mark.parametrize(
+    ("name", "sizes"), [("int4", QWEN), ("mxfp4", GPT_OSS), ("int4 relu2", NEMOTRON), ("mxfp4 relu2", NEMOTRON)]
+)
 def test_published_sizes_and_replays(name: str, sizes: tuple[int, int, int, int]) -> None:
     """Keeps out: an offset that overflows 32 bits, tiles that do not cover all rows, experts that a graph reads of the captured
     pass, a first kernel that the second one does not wait for, and sums that are not the same each time.

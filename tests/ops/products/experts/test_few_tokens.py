@@ -9,10 +9,22 @@ import pytest
 import torch
 from toolkit.inside.captures import capturing
 from toolkit.kernels import HAS_GPU, MARK, fence_new_memory
-from toolkit.quantised_weights import DTYPE, FORMS, choice, error, exact_mixture, experts_of, rand
+from toolkit.quantised_weights import DTYPE, FORMS, choice, error, exact_activation, exact_mixture, experts_of, rand
 from torch import Tensor
 
-from specdec.ops.products.experts import DenseExperts, Experts, SharedExperts, SharedOutput, SwiGLU, few_tokens_experts
+from specdec.ops.products.experts import (
+    Activation,
+    DenseExperts,
+    Experts,
+    Form,
+    GeGLU,
+    Relu2,
+    SharedExperts,
+    SharedOutput,
+    SwiGLU,
+    few_tokens_experts,
+    inputs_of,
+)
 from specdec.ops.products.kernels.experts import few_tokens_triton
 from specdec.ops.products.numerics import INVARIANT
 from specdec.ops.products.partials import Partials
@@ -23,7 +35,9 @@ CASES = [
     ("fp8 rows", 1, 2, 1), ("fp8 blocks", 5, 1, 1), ("int8 zero points", 5, 2, 1), ("int4", 1, 1, 1),
     ("int4 zero points", 5, 2, 1), ("mxfp4", 5, 2, 1), ("mxfp4", 1, 2, 1), ("dense", 5, 1, 1), ("dense", 5, 2, 1),
     ("dense", 1, 4, 1), ("dense", 64, 2, 1), ("dense", 1, 2, 2), ("mxfp4", 1, 1, 2),
-    ("fp8 rows", 5, 2, 2), ("int4 zero points", 1, 1, 2), ("mxfp4", 5, 2, 4),
+    ("fp8 rows", 5, 2, 2), ("int4 zero points", 1, 1, 2), ("mxfp4", 5, 2, 4), ("dense relu2", 1, 2, 1),
+    ("dense relu2", 5, 2, 1), ("fp8 rows relu2", 1, 2, 1), ("fp8 blocks relu2", 5, 1, 1), ("int4 relu2", 5, 2, 1),
+    ("mxfp4 relu2", 5, 2, 1), ("mxfp4 relu2", 1, 1, 2), ("dense geglu", 5, 2, 1), ("int4 geglu", 1, 1, 1),
 ]  # fmt: skip
 
 
@@ -40,10 +54,15 @@ def tiles_of(T: int, kind: ExpertsKind, splits: int, slices: int = 1) -> Mixture
 
 
 def experts_named(name: str, E: int, H: int, F: int) -> Experts:
-    gate = SwiGLU(1.7, 7.0) if name == "mxfp4" else None
-    if name != "dense":
-        return experts_of(FORMS[name], E, H, F, gate)
-    return DenseExperts(rand(E, 2 * F, H, seed=7) / 4, rand(E, H, F, seed=8) / 4)
+    """A form of FORMS or "dense"; with " relu2" without gates, with " geglu" with gates of that kind."""
+    form = name.removesuffix(" relu2").removesuffix(" geglu")
+    activation: Activation | None = SwiGLU(1.7, 7.0) if name == "mxfp4" else None
+    if form != name:
+        activation = Relu2() if name.endswith(" relu2") else GeGLU()
+    if form != "dense":
+        return experts_of(FORMS[form], E, H, F, activation)
+    parts = inputs_of(activation or SwiGLU())
+    return DenseExperts(rand(E, parts * F, H, seed=7) / 4, rand(E, H, F, seed=8) / 4, Form(activation or SwiGLU()))
 
 
 def kind_of(experts: Experts) -> ExpertsKind:
@@ -58,15 +77,8 @@ def test_a_mixture_equals_its_definition(
     the next one begins, a scale, a zero or a bias of the other one; activations that nobody wrote, of tokens that did not
     choose an expert; writes beyond the end; columns that two slices have, or none.
     """
-    H, F = (
-        (160, 300)
-        if slices > 1 and name == "mxfp4"
-        else (160, 128)
-        if name == "fp8 blocks"
-        else (128, 128)
-        if name == "int4"
-        else (160, 40)
-    )
+    form = name.removesuffix(" relu2").removesuffix(" geglu")
+    H, F = {"fp8 blocks": (160, 128), "int4": (128, 128)}.get(form, (160, 300 if slices > 1 and form == "mxfp4" else 40))
     experts = experts_named(name, 3, H, F)
     x, (topk_weights_TK, topk_ids_TK) = rand(T, H, seed=2) / 8, choice(T, 3, 2)
     fences = [] if HAS_GPU else fence_new_memory(few_tokens_triton, monkeypatch)
@@ -98,19 +110,30 @@ def test_shared_experts_and_experts_elsewhere(T: int) -> None:
     assert (plain.double() - want - shared.double()).norm() < NEAR * scale
 
 
-@pytest.mark.parametrize(("T", "R", "gated"), [(1, 1, True), (1, 2, False), (5, 2, True)])
-def test_shared_experts_beside_the_chosen_ones(T: int, R: int, gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "T", "R", "weighed"),
+    [
+        ("dense", 1, 1, True),
+        ("dense", 1, 2, False),
+        ("dense", 5, 2, True),
+        ("dense relu2", 1, 2, False),
+        ("dense relu2", 5, 2, True),
+    ],
+)
+def test_shared_experts_beside_the_chosen_ones(
+    name: str, T: int, R: int, weighed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
     """Keeps out: rows and columns of another shared expert, a gate of another token or of the chosen ones, a part of the
     columns that two splits have, or none, and a list that is one entry too short.
     """
     H, F, A = 40, 900 if T == 1 else 300, 2  # of which each expert has two splits, if there is one token
-    experts, x, (topk_weights_TK, topk_ids_TK) = experts_named("dense", 4, H, F), rand(T, H, seed=3), choice(T, 4, A)
-    shared = SharedExperts(
-        rand(2 * R * F, H, seed=4) / 4, rand(H, R * F, seed=5) / 4, torch.rand(T, 1, device=x.device) if gated else None, R
-    )
+    experts, x, (topk_weights_TK, topk_ids_TK) = experts_named(name, 4, H, F), rand(T, H, seed=3) / 2, choice(T, 4, A)
+    rows = R * F * inputs_of(experts.form.activation)
+    weighs = torch.rand(T, 1, device=x.device) if weighed else None
+    shared = SharedExperts(rand(rows, H, seed=4) / 4, rand(H, R * F, seed=5) / 4, weighs, R)
     away_TK = topk_ids_TK.where(torch.rand(T, A, device=x.device) < 0.7, torch.tensor(4, device=x.device))
-    gate, up = (x.double() @ shared.gate_up_GH.double().T).chunk(2, -1)
-    want = (torch.nn.functional.silu(gate) * up) @ shared.down_HF.double().T
+    both_TG = x.double() @ shared.gate_up_GH.double().T
+    want = torch.stack([exact_activation(each, experts.form.activation) for each in both_TG]) @ shared.down_HF.double().T
     want = want if shared.gate_T1 is None else want * shared.gate_T1
     want += exact_mixture(x, topk_weights_TK * (away_TK < 4), topk_ids_TK, experts)
     fences = [] if HAS_GPU else fence_new_memory(few_tokens_triton, monkeypatch)
@@ -143,18 +166,24 @@ def test_an_invariant_policy_takes_neither_kernel() -> None:
     )
 
 
-QWEN, GPT_OSS = (2048, 768, 128, 8), (2880, 2880, 32, 4)
+QWEN, GPT_OSS, NEMOTRON = (2048, 768, 128, 8), (2880, 2880, 32, 4), (2688, 1856, 128, 6)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("name", "sizes"), [("dense", QWEN), ("fp8 blocks", QWEN), ("int4", QWEN), ("mxfp4", GPT_OSS)])
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("dense", QWEN), ("fp8 blocks", QWEN), ("int4", QWEN), ("mxfp4", GPT_OSS), ("dense relu2", NEMOTRON),
+        ("fp8 rows relu2", NEMOTRON), ("int4 relu2", QWEN), ("mxfp4 relu2", NEMOTRON),
+    ],
+)  # fmt: skip
 def test_published_sizes_and_replays(name: str, sizes: tuple[int, int, int, int]) -> None:
     """Keeps out: an offset that overflows 32 bits, tiles that do not cover all rows, experts that a graph reads of the captured
     pass, arrivals that are not set back, and a first kernel that the second one does not wait for.
     """
     H, F, E, K = sizes
     experts = experts_named(name, E, H, F)
-    for T in (1, 2, 6, 8, 17, 32, *((48, 64) if name == "dense" else ())):
+    for T in (1, 2, 6, 8, 17, 32, *((48, 64) if name.startswith("dense") else ())):
         x, (topk_weights_TK, topk_ids_TK) = rand(T, H, seed=T) / 16, choice(T, E, K)
         tiles = few_tokens_tiles(T, kind_of(experts))
         few = slice(max(0, T - 4), T)

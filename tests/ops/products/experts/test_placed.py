@@ -31,7 +31,7 @@ def test_experts_equal_the_definition(form: Form, dtype: torch.dtype, T: int) ->
     result that is written over the next expert's rows, gates taken for ups, and biases of another expert.
     """
     E, K, H, F = 6, 2, 264, 136
-    rows = F if isinstance(form.gate, Relu2) else 2 * F
+    rows = F if isinstance(form.activation, Relu2) else 2 * F
     x, gate_up, down = (rand(*shape).to(dtype) for shape in ((T, H), (E, rows, H), (E, H, F)))
     form = form._replace(
         gate_up_bias=None if form.gate_up_bias is None else form.gate_up_bias.to(dtype),
@@ -44,7 +44,7 @@ def test_experts_equal_the_definition(form: Form, dtype: torch.dtype, T: int) ->
         weights_TK[1::3], ids_TK[1::3] = 0, E
     biases = [None if bias is None else bias.double() for bias in (form.gate_up_bias, form.down_bias)]
     wide = x.double(), weights_TK.double(), ids_TK, gate_up.double(), down.double()
-    want = masked_experts(*wide, Form(form.gate, *biases, skips=form.skips))
+    want = masked_experts(*wide, Form(form.activation, *biases, skips=form.skips))
     with torch.inference_mode():
         tiles = grouped_tiles(x, DenseExperts(gate_up, down, form), FAST)
         assert tiles is not None

@@ -21,7 +21,7 @@ from toolkit.quantised_weights import (
     random_stack,
 )
 
-from specdec.ops.products.experts import Form, QuantisedExperts, SwiGLU, mixture_tiles, quantised_experts
+from specdec.ops.products.experts import Form, QuantisedExperts, Relu2, SwiGLU, mixture_tiles, quantised_experts
 from specdec.ops.products.formats.experts import dequantise_stack, pack_steps, scales_form, stack_of, unpack_steps
 from specdec.ops.products.formats.quantised import Kind, QuantisedMatrix, dequantise, pack
 from specdec.ops.products.kernels.experts.own_pairs_triton import launch_own_pairs
@@ -61,13 +61,14 @@ def test_numbers_are_those_of_single_matrices() -> None:
 
 
 @pytest.mark.parametrize("sorts", [False, True], ids=["read", "sorted"])
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", [*FORMS, "fp8 rows relu2", "mxfp4 relu2"])
 def test_a_mixture_equals_its_definition(name: str, sorts: bool) -> None:
     """Keeps out: rows of another expert, an expert's later pairs left out, gates taken for ups, columns beyond the last one,
     a scale, a zero or a bias of another row or group, and a limit on the wrong side.
     """
     H, F = (128, 128) if name == "int4" else (160, 32)
-    experts = experts_of(FORMS[name], 3, H, F, SwiGLU(1.7, 7.0) if name == "mxfp4" else None)
+    activation = Relu2() if name.endswith(" relu2") else SwiGLU(1.7, 7.0) if name == "mxfp4" else None
+    experts = experts_of(FORMS[name.removesuffix(" relu2")], 3, H, F, activation)
     x, (topk_weights_TK, topk_ids_TK) = rand(5, H, seed=2) / 8, choice(5, 3, 2)
     with torch.inference_mode():
         got = quantised_experts(x, topk_weights_TK, topk_ids_TK, experts, tiles=SMALL, max_read=0 if sorts else 64)
@@ -100,7 +101,7 @@ def test_pairs_are_skipped(name: str, T: int, sorts: bool) -> None:
     assert 0 < int((mine[1] == 3).sum()) == int((mine[0] == 0).sum())
     own = [stack_of(each, torch.arange(3, device=DEVICE)) for each in experts[:2]]
     biases = [None if each is None else each[:3].contiguous() for each in experts.form[1:3]]
-    of_rank = QuantisedExperts(*own, Form(experts.form.gate, *biases, skips=True))
+    of_rank = QuantisedExperts(*own, Form(experts.form.activation, *biases, skips=True))
     with torch.inference_mode():
         got = quantised_experts(x, *mine, of_rank, tiles=SMALL, max_read=0 if sorts else 64)
         nan_TKH = torch.full((T, 4, 128), torch.nan, dtype=DTYPE, device=DEVICE).masked_fill((mine[1] < 3)[..., None], 1.0)

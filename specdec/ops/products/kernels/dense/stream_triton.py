@@ -1,4 +1,4 @@
-"""The kernels of dense.py: a product with few rows, which streams the weight once, and SiLU-mul for many rows.
+"""The kernels of dense.py: a product with few rows, which streams the weight once, and activations for many rows.
 
 With few rows, only the time to read the weight's bytes matters.  So a tile of the weight is the first operand of every product,
 and x, padded to BLOCK_M rows, is the second.  This module knows no model's shapes and chooses no tiles.
@@ -15,7 +15,7 @@ Shapes: M rows, K in, N out; a gated product has F = N, and its weight has 2F ro
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import triton
@@ -154,16 +154,34 @@ def store_product(
 
 
 @triton.jit(do_not_specialize=["blocks"])
-def silu_mul_kernel(gate_up, out, stride, blocks, F, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def activation_kernel(
+    x,  # [M, 2 * F]: gate and up, if ACTIVATION is "swiglu", or [M, F]
+    out,  # [M, F]
+    stride, blocks, F,
+    times,  # what gates are multiplied with
+    ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     row = (tl.program_id(0) // blocks).to(tl.int64)
     f = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     ok = f < F
-    gate = tl.load(gate_up + row * stride + f, mask=ok, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * stride + F + f, mask=ok, other=0.0).to(tl.float32)
-    tl.store(out + row * F + f, (gate / (1 + tl.exp(-gate)) * up).to(out.dtype.element_ty), mask=ok)
+    first_F = tl.load(x + row * stride + f, mask=ok, other=0.0).to(tl.float32)
+    if ACTIVATION == "swiglu":
+        up_F = tl.load(x + row * stride + F + f, mask=ok, other=0.0).to(tl.float32)
+        gate_F = first_F * times
+        out_F = gate_F / (1 + tl.exp(-gate_F)) * up_F
+    else:
+        out_F = relu2(first_F)
+    tl.store(out + row * F + f, out_F.to(out.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def relu2(x):
+    """The square of each number, or 0 where it is below 0.  What is not a number stays none, unlike a maximum's."""
+    x = tl.where(x < 0, 0.0, x)
+    return x * x
 
 
 def launch_linear(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, gated: bool, tiles: ProductTiles) -> Tensor:
@@ -188,16 +206,16 @@ def launch_linear(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, gated:
     return y_MN
 
 
-def launch_silu_mul(gate_up_M2F: Tensor) -> Tensor:
-    """silu(gate) * up of [M, 2F]: [M, F]."""
-    M, F = gate_up_M2F.shape[0], gate_up_M2F.shape[1] // 2
-    assert gate_up_M2F.stride(1) == 1
-    out_MF = gate_up_M2F.new_empty(M, F)
+def launch_activation(x: Tensor, activation: Literal["swiglu", "relu2"], times: float = 1.0) -> Tensor:
+    """silu(times * gate) * up of [M, 2F], or relu(x)^2 of [M, F]: [M, F]."""
+    M, F = x.shape[0], x.shape[1] // 2 if activation == "swiglu" else x.shape[1]
+    assert x.stride(1) == 1
+    out_MF = x.new_empty(M, F)
     block = min(2048, triton.next_power_of_2(F))
     blocks = triton.cdiv(F, block)
     if M:
-        silu_mul_kernel[(M * blocks,)](
-            gate_up_M2F, out_MF, gate_up_M2F.stride(0), blocks, F, BLOCK=block, num_warps=8, **chained(out_MF.device)
+        activation_kernel[(M * blocks,)](
+            x, out_MF, x.stride(0), blocks, F, times, ACTIVATION=activation, BLOCK=block, num_warps=8, **chained(out_MF.device)
         )
     return out_MF
 

@@ -1,4 +1,5 @@
-"""The two kernels of a mixture of few tokens: gate, up and activation of the chosen experts; down, and the weighted sum.
+"""The two kernels of a mixture of few tokens: gate (if there is one), up and activation of the chosen experts; down, and the
+weighted sum.
 
 Nothing is sorted, and a chosen expert's weights are read once: all tokens are the columns of each product, and a mask says
 which of them chose the expert.  Other tokens' rows are not read, and the tensor cores have nothing better to do.
@@ -38,7 +39,7 @@ from specdec.ops.launch import chained
 from specdec.ops.products.formats.experts import scales_form
 from specdec.ops.products.kernels.dense.stream_triton import complete, prefetch, result_of, rows_of_tile
 from specdec.ops.products.kernels.experts.convert_triton import LARGE
-from specdec.ops.products.kernels.experts.stacked_triton import swiglu
+from specdec.ops.products.kernels.experts.stacked_triton import activated
 from specdec.ops.products.kernels.experts.step_triton import add_step, no_sums, product, scale_at, unenlarged
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ LEAST = 3  # steps of a split of one token's expert; measured: of two, a layer w
 @triton.jit(do_not_specialize=["T"])
 def few_gate_up_kernel(
     x,  # [T, K]
-    qweight,  # words [E * 2 * N, J]
+    qweight,  # words [E * 2 * N, J]; without gates [E * N, J], and so below
     scales,  # [E * 2 * N, G]; words of POWERS exponents, [.., S], if SCALES is "powers"
     zero_points,  # as scales
     bias,  # [E * 2 * N]
@@ -66,12 +67,14 @@ def few_gate_up_kernel(
     N: tl.constexpr, K: tl.constexpr, J: tl.constexpr, G: tl.constexpr, A: tl.constexpr, EXPERTS: tl.constexpr,
     PADDED_EXPERTS: tl.constexpr, PADDED_A: tl.constexpr, ONE_TOKEN: tl.constexpr, R: tl.constexpr, HAS_GATE: tl.constexpr,
     KIND: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr, HAS_ZERO_POINTS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    ALPHA: tl.constexpr, LIMIT: tl.constexpr, ASM: tl.constexpr,
+    ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, ASM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNROLL: tl.constexpr, SLICES: tl.constexpr, STAGES: tl.constexpr,
     PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     d, m = tl.program_id(1), tl.arange(0, BLOCK_M)
-    out_N, row_N = rows_of_tile(tl.program_id(0), N, BLOCK_N, True)
+    GATED: tl.constexpr = ACTIVATION == "swiglu" or ACTIVATION == "geglu"
+    OUTS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    out_N, row_N = rows_of_tile(tl.program_id(0), N, BLOCK_N, GATED)
     row_N = tl.where(out_N < N, row_N, 0)  # a row that is not there reads row 0
     if R > 0:
         shared_N = shared + (row_N + row_N // N * (R * N - N) + d * N) * J
@@ -91,7 +94,7 @@ def few_gate_up_kernel(
             tl.store(chosen + d, tl.where(works, expert, 0).to(tl.int64))
             tl.store(chosen + tl.num_programs(1) + d, tl.sum(ok_M.to(tl.int64) << m.to(tl.int64), 0))
     if works:
-        at_N = expert.to(tl.int64) * (2 * N) + row_N
+        at_N = expert.to(tl.int64) * (2 * N if GATED else N) + row_N
         qweight_N = qweight + at_N * J
         if R > 0:
             qweight_N = tl.where(d < R, shared_N, qweight_N)
@@ -101,10 +104,10 @@ def few_gate_up_kernel(
         )  # fmt: skip
         if HAS_BIAS:
             acc_NM += tl.load(bias + at_N).to(tl.float32)[:, None]
-        out_FM = swiglu(acc_NM, BLOCK_N // 2, ALPHA, LIMIT) * weight_M[None, :]
+        out_FM = activated(acc_NM, ACTIVATION, ALPHA, LIMIT) * weight_M[None, :]
         if ASM and (KIND == "e2m1" or KIND == "e4m3"):  # the second kernel, whose values are of the same kind, need not
             out_FM *= LARGE
-        out_F = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        out_F = tl.program_id(0) * OUTS + tl.arange(0, OUTS)
         at_FM = (d * T + m).to(tl.int64)[None, :] * N + out_F[:, None]
         tl.store(y + at_FM, out_FM.to(y.dtype.element_ty), mask=(out_F < N)[:, None] & ok_M[None, :])
 
@@ -299,20 +302,23 @@ def launch_few_gate_up(
 
     Of the first, rows of chosen experts' own tokens alone are written; of the second, with one token, nothing.
     """
+    from specdec.ops.products.experts import epilogue, inputs_of
+
     (T, A), arguments, values = topk_ids_TK.shape, *_arguments(stack, form.gate_up_bias, x_TH)
-    E, N, device = values["EXPERTS"], values["N"] // 2, x_TH.device
+    parts, E, device = inputs_of(form.activation), values["EXPERTS"], x_TH.device
+    N = values["N"] // parts
     R = shared.number if shared else 0
     D = R + (A if T == 1 else min(T * A, E))
     assert 0 < T <= min(MOST, tiles.block_m) and x_TH.stride(1) == 1 and x_TH.shape[1] == values["K"]
     assert topk_ids_TK.is_contiguous() and topk_weights_TK.is_contiguous() and topk_weights_TK.dtype == torch.float32
-    assert shared is None or (shared.gate_up_GH.shape == (2 * R * N, values["K"]) and not values["HAS_BIAS"])
+    assert shared is None or (shared.gate_up_GH.shape == (parts * R * N, values["K"]) and not values["HAS_BIAS"])
     y_DTF = torch.empty(D, T, N, dtype=x_TH.dtype, device=device)
     chosen_2D = torch.empty(2, D, dtype=torch.int64, device=device)
-    few_gate_up_kernel[(triton.cdiv(N, tiles.block_n // 2), D)](
+    few_gate_up_kernel[(triton.cdiv(N, tiles.block_n // parts), D)](
         x_TH, *arguments, shared.gate_up_GH if shared else arguments[0], _gate_of(shared, topk_weights_TK), topk_weights_TK,
         topk_ids_TK, y_DTF, chosen_2D, T, x_TH.stride(0), **values | {"N": N},
         A=A, PADDED_EXPERTS=triton.next_power_of_2(E), PADDED_A=triton.next_power_of_2(A), ONE_TOKEN=T == 1, R=R,
-        HAS_GATE=shared is not None and shared.gate_T1 is not None, ALPHA=form.swiglu.alpha, LIMIT=form.swiglu.limit,
+        HAS_GATE=shared is not None and shared.gate_T1 is not None, **epilogue(form.activation),
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, UNROLL=tiles.unroll, SLICES=tiles.slices, STAGES=tiles.stages,
         PREFETCH=tiles.prefetch, num_warps=tiles.warps, num_stages=tiles.stages, **chained(device),
     )  # fmt: skip

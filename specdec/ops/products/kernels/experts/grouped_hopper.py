@@ -35,7 +35,7 @@ from specdec.ops.products.kernels.dense.stream_hopper import rows_of
 from specdec.ops.products.tiles.experts import GROUPED_ALIGN, GROUPED_TILE
 
 if TYPE_CHECKING:
-    from specdec.ops.products.experts import SwiGLU
+    from specdec.ops.products.experts import Activation
     from specdec.ops.products.tiles.experts import GroupedTiles
 
 WARPGROUP_M = GROUPED_ALIGN  # rows of x that each of the two consumer warpgroups multiplies
@@ -83,7 +83,8 @@ def _swiglu(acc, bias, out_N, N, OUT: gl.constexpr, HAS_BIAS: gl.constexpr, ALPH
 def _consumer(
     x_smem, w_smem, y_smem, y_tiles, full, empty, bias, table, tiles_n, N, steps,
     WHICH: gl.constexpr, WARPGROUP_M: gl.constexpr, PARTS: gl.constexpr, OUT: gl.constexpr, BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr, GROUP_M: gl.constexpr, HAS_BIAS: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
+    STAGES: gl.constexpr, GROUP_M: gl.constexpr, HAS_BIAS: gl.constexpr, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr,
+    LIMIT: gl.constexpr,
 ):  # fmt: skip
     """Consumer warpgroup WHICH.  TMA writes a tile of its result while it multiplies the next tile."""
     dtype: gl.constexpr = x_smem.dtype
@@ -115,6 +116,9 @@ def _consumer(
                 out = acc
                 if HAS_BIAS:
                     out += gl.load(bias + expert * N + out_N, mask=out_N < N, other=0.0).to(gl.float32)[None, :]
+                if ACTIVATION == "relu2":  # of what is no number, none
+                    out = gl.where(out < 0, 0.0, out)
+                    out = out * out
             tma.store_wait(0)
             barrier()  # TMA has read the result's previous tile
             mine.store(out.to(dtype))
@@ -140,7 +144,7 @@ def grouped_linear_kernel(
     N, K,
     WARPGROUP_M: gl.constexpr, PARTS: gl.constexpr, OUT: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     GROUP_M: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, HAS_BIAS: gl.constexpr,
-    ALPHA: gl.constexpr, LIMIT: gl.constexpr, num_warps: gl.constexpr,
+    ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """PARTS: 2 if gated, else 1.  A stage has two mbarriers, as in gated_linear_kernel."""
     dtype: gl.constexpr = x_tiles.dtype
@@ -158,11 +162,11 @@ def grouped_linear_kernel(
         [
             (_consumer, (
                 x_smem, w_smem, y_smem, y_tiles, full, empty, bias, table, tiles_n, N, steps,
-                0, WARPGROUP_M, PARTS, OUT, BLOCK_K, STAGES, GROUP_M, HAS_BIAS, ALPHA, LIMIT,
+                0, WARPGROUP_M, PARTS, OUT, BLOCK_K, STAGES, GROUP_M, HAS_BIAS, ACTIVATION, ALPHA, LIMIT,
             )),
             (_consumer, (
                 x_smem, w_smem, y_smem, y_tiles, full, empty, bias, table, tiles_n, N, steps,
-                1, WARPGROUP_M, PARTS, OUT, BLOCK_K, STAGES, GROUP_M, HAS_BIAS, ALPHA, LIMIT,
+                1, WARPGROUP_M, PARTS, OUT, BLOCK_K, STAGES, GROUP_M, HAS_BIAS, ACTIVATION, ALPHA, LIMIT,
             )),
             (_producer, (
                 x_tiles, w_tiles, x_smem, w_smem, full, empty, table, tiles_n, steps, PARTS, OUT, BLOCK_K, STAGES, GROUP_M,
@@ -174,14 +178,16 @@ def grouped_linear_kernel(
 
 
 def launch_grouped_hopper(
-    x_RK: Tensor, weight_ENK: Tensor, bias_EN: Tensor | None, table_R4: Tensor, gate: SwiGLU | None, tiles: GroupedTiles,
-    programs: int,
+    x_RK: Tensor, weight_ENK: Tensor, bias_EN: Tensor | None, table_R4: Tensor, activation: Activation | None,
+    tiles: GroupedTiles, programs: int,
 ) -> Tensor:  # fmt: skip
     """[R, N].  Rows of x and of the matrices must start at multiples of 16 bytes, and N must be a multiple of 8.
 
     programs: at most as many as the GPU has SMs.
     """
-    (R, K), (E, rows, _), parts = x_RK.shape, weight_ENK.shape, 1 if gate is None else 2
+    from specdec.ops.products.experts import epilogue, inputs_of
+
+    (R, K), (E, rows, _), parts = x_RK.shape, weight_ENK.shape, inputs_of(activation)
     N, out = rows // parts, tiles.block_n // parts
     assert weight_ENK.shape[2] == K and weight_ENK.is_contiguous() and x_RK.stride(1) == 1 and N % 8 == 0
     assert x_RK.dtype == weight_ENK.dtype and x_RK.element_size() == 2 and R % WARPGROUP_M == 0 and E * rows < 1 << 31
@@ -193,6 +199,6 @@ def launch_grouped_hopper(
         rows_of(y_RN, WARPGROUP_M, out), weight_ENK if bias_EN is None else bias_EN, table_R4, N, K,
         WARPGROUP_M=WARPGROUP_M, PARTS=parts, OUT=out, BLOCK_K=tiles.block_k, STAGES=tiles.stages, GROUP_M=tiles.group_m,
         CONSUMER_REGISTERS=CONSUMER_REGISTERS, PRODUCER_REGISTERS=PRODUCER_REGISTERS, HAS_BIAS=bias_EN is not None,
-        ALPHA=gate.alpha if gate else 1.0, LIMIT=gate.limit if gate else 0.0, num_warps=4,
+        **epilogue(activation), num_warps=4,
     )  # fmt: skip
     return y_RN

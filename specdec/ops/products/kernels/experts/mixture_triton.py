@@ -29,14 +29,14 @@ from torch import Tensor
 
 from specdec.ops.launch import chained
 from specdec.ops.products.formats.experts import scales_form
-from specdec.ops.products.kernels.dense.stream_triton import prefetch
+from specdec.ops.products.kernels.dense.stream_triton import prefetch, rows_of_tile
 from specdec.ops.products.kernels.experts.convert_triton import LARGE
-from specdec.ops.products.kernels.experts.stacked_triton import rows_of_expert, swiglu
+from specdec.ops.products.kernels.experts.stacked_triton import activated, rows_of_expert
 from specdec.ops.products.kernels.experts.step_triton import product
 from specdec.ops.products.tiles.experts import MAX_READ
 
 if TYPE_CHECKING:
-    from specdec.ops.products.experts import SwiGLU
+    from specdec.ops.products.experts import Activation
     from specdec.ops.products.formats.experts import QuantisedStack
     from specdec.ops.products.tiles.experts import ExpertTiles
 
@@ -46,8 +46,8 @@ PREFETCH = 512  # bytes of each row that are prefetched into L2 before the wait
 
 @triton.jit(do_not_specialize=["pairs"])
 def quantised_experts_kernel(
-    x,  # [M, K] if GATED, else [P, K]
-    qweight,  # words [E * N, J], or [E * 2 * N, J] if GATED
+    x,  # [M, K] of an MLP's first product, which an ACTIVATION follows, else [P, K]
+    qweight,  # words [E * N, J], or [E * 2 * N, J] with gates
     scales,  # as qweight, [.., G]; words of POWERS exponents, [.., S], if SCALES is "powers"
     zero_points,  # as scales
     bias,  # as qweight, without columns
@@ -58,20 +58,16 @@ def quantised_experts_kernel(
     N: tl.constexpr, K: tl.constexpr, J: tl.constexpr, G: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr,
     PADDED_EXPERTS: tl.constexpr, PADDED_PAIRS: tl.constexpr, SORTED: tl.constexpr, ONE_TOKEN: tl.constexpr,
     KIND: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr, HAS_ZERO_POINTS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    GATED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, ASM: tl.constexpr,
+    ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, ASM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNROLL: tl.constexpr, SLICES: tl.constexpr, STAGES: tl.constexpr,
     PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    r = tl.arange(0, BLOCK_N)
-    HALF: tl.constexpr = BLOCK_N // 2
+    FIRST: tl.constexpr = ACTIVATION != "none"
+    GATED: tl.constexpr = ACTIVATION == "swiglu" or ACTIVATION == "geglu"
     ROWS: tl.constexpr = 2 * N if GATED else N
-    if GATED:  # the tile's first half holds gate rows, its second half the up rows that belong to them
-        out_N = tl.program_id(0) * HALF + r % HALF
-        row_N = tl.where(out_N < N, out_N + r // HALF * N, 0)  # a row that is not there reads row 0, and is not stored
-    else:
-        out_N = tl.program_id(0) * BLOCK_N + r
-        row_N = tl.where(out_N < N, out_N, 0)
-    READS_EARLY: tl.constexpr = PDL and not GATED and not SORTED
+    out_N, row_N = rows_of_tile(tl.program_id(0), N, BLOCK_N, GATED)
+    row_N = tl.where(out_N < N, row_N, 0)  # a row that is not there reads row 0, and is not stored
+    READS_EARLY: tl.constexpr = PDL and not FIRST and not SORTED
     if PDL and not READS_EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -92,23 +88,24 @@ def quantised_experts_kernel(
     qweight_N = qweight + row_N * J
     if READS_EARLY:
         ahead = tl.arange(0, PREFETCH // 128) * 64
-        prefetch(qweight_N[:, None] + ahead[None, :], ((r >= 0) & works)[:, None] & (ahead < J)[None, :])
+        prefetch(qweight_N[:, None] + ahead[None, :], ((row_N >= 0) & works)[:, None] & (ahead < J)[None, :])
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if works:
-        x_M = x + (pair_M // TOP_K if GATED else pair_M).to(tl.int64) * stride_x
+        x_M = x + (pair_M // TOP_K if FIRST else pair_M).to(tl.int64) * stride_x
         acc_NM = product(
             x_M, ok_M, qweight_N, scales + row_N * G, zero_points + row_N * G, 0, K,
-            KIND, GROUP_SIZE, SCALES, HAS_ZERO_POINTS, ASM, GATED, BLOCK_M, BLOCK_N, UNROLL, 1, SLICES, STAGES,
+            KIND, GROUP_SIZE, SCALES, HAS_ZERO_POINTS, ASM, FIRST, BLOCK_M, BLOCK_N, UNROLL, 1, SLICES, STAGES,
         )  # fmt: skip
         if HAS_BIAS:
             acc_NM += tl.load(bias + row_N).to(tl.float32)[:, None]
         y_M = y + pair_M.to(tl.int64) * N
-        if GATED:
-            out_FM = swiglu(acc_NM, HALF, ALPHA, LIMIT)
+        if FIRST:
+            OUTS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+            out_FM = activated(acc_NM, ACTIVATION, ALPHA, LIMIT)
             if ASM and (KIND == "e2m1" or KIND == "e4m3"):  # the product that reads it, of values of the same kind, need not
                 out_FM *= LARGE
-            out_F = tl.program_id(0) * HALF + tl.arange(0, HALF)
+            out_F = tl.program_id(0) * OUTS + tl.arange(0, OUTS)
             tl.store(y_M[None, :] + out_F[:, None], out_FM.to(y.dtype.element_ty), mask=(out_F < N)[:, None] & ok_M[None, :])
         else:
             tl.store(y_M[None, :] + out_N[:, None], acc_NM.to(y.dtype.element_ty), mask=(out_N < N)[:, None] & ok_M[None, :])
@@ -138,23 +135,25 @@ def launch_quantised_experts(
     topk_ids_P: Tensor,
     counts_E: Tensor | None,
     top_k: int,
-    gate: SwiGLU | None,
+    activation: Activation | None,
     tiles: ExpertTiles,
 ) -> Tensor:
     """[P, N]: each pair's product with its expert's matrix, in the order of the pairs.
 
     topk_ids_P: the pairs' experts; with counts_E, the indices of pairs sorted by expert.
-    gate: of the first product of an MLP, from x [M, K]; None: of the second one, from x [P, K].
+    activation: of the first product of an MLP, from x [M, K]; None: of the second one, from x [P, K].
     """
-    P, rows, K = topk_ids_P.shape[0], weight.rows, weight.columns
-    N = rows // 2 if gate else rows
+    from specdec.ops.products.experts import epilogue, inputs_of
+
+    P, rows, K, parts = topk_ids_P.shape[0], weight.rows, weight.columns, inputs_of(activation)
+    N = rows // parts
     assert x.stride(1) == 1 and x.shape[1] == K and topk_ids_P.is_contiguous() and P
     assert counts_E is not None or P <= MAX_READ
     assert bias_EN is None or (bias_EN.shape == (weight.experts, rows) and bias_EN.is_contiguous())
     y_PN = x.new_empty(P, N)
     scales = weight.scales_RG.view(torch.int32) if weight.has_powers else weight.scales_RG
     programs = P if counts_E is None else min(P, weight.experts) + P // tiles.block_m  # the most tiles of rows there can be
-    quantised_experts_kernel[(triton.cdiv(N, tiles.block_n // 2 if gate else tiles.block_n), programs)](
+    quantised_experts_kernel[(triton.cdiv(N, tiles.block_n // parts), programs)](
         x, weight.qweight_RJ.view(torch.int16), scales, scales if weight.zero_points_RG is None else weight.zero_points_RG,
         x if bias_EN is None else bias_EN, topk_ids_P, topk_ids_P if counts_E is None else counts_E, y_PN,
         P, x.stride(0), N=N, K=K, J=weight.qweight_RJ.shape[1] // 2, G=scales.shape[1], TOP_K=top_k,
@@ -162,8 +161,8 @@ def launch_quantised_experts(
         PADDED_PAIRS=next((size for size in READ if counts_E is None and P <= size), READ[0]),
         SORTED=counts_E is not None, ONE_TOKEN=counts_E is None and P == top_k,
         KIND=weight.kind, GROUP_SIZE=weight.group_size, SCALES=scales_form(weight.kind, weight.group_size),
-        HAS_ZERO_POINTS=weight.zero_points_RG is not None, HAS_BIAS=bias_EN is not None, GATED=gate is not None,
-        ALPHA=gate.alpha if gate else 1.0, LIMIT=gate.limit if gate else 0.0, ASM=x.dtype == torch.bfloat16 and x.is_cuda,
+        HAS_ZERO_POINTS=weight.zero_points_RG is not None, HAS_BIAS=bias_EN is not None, **epilogue(activation),
+        ASM=x.dtype == torch.bfloat16 and x.is_cuda,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, UNROLL=tiles.unroll, SLICES=tiles.slices, STAGES=tiles.stages,
         PREFETCH=PREFETCH, num_warps=tiles.warps, num_stages=tiles.stages, **chained(x.device),
     )  # fmt: skip

@@ -21,11 +21,11 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.ops.launch import chained
-from specdec.ops.products.kernels.dense.stream_triton import prefetch, rows_of_tile
+from specdec.ops.products.kernels.dense.stream_triton import prefetch, relu2, rows_of_tile
 from specdec.ops.products.tiles.experts import StackedTiles
 
 if TYPE_CHECKING:
-    from specdec.ops.products.experts import SwiGLU
+    from specdec.ops.products.experts import Activation
 
 
 MOST_AHEAD = 512  # columns of few rows' matrices that are prefetched
@@ -68,29 +68,41 @@ def rows_of_expert(counts, tile, EXPERTS: tl.constexpr, PADDED_EXPERTS: tl.const
 
 
 @triton.jit
-def swiglu(acc_NM, HALF: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """[HALF, M]: the gate rows of a tile, its first half, times the up rows that belong to them: see SwiGLU (experts.py)."""
-    gate_FM, up_FM = tl.split(tl.permute(tl.reshape(acc_NM, [2, HALF, acc_NM.shape[1]]), [1, 2, 0]))
-    if LIMIT > 0:
-        gate_FM = tl.minimum(gate_FM, LIMIT)
-        up_FM = tl.minimum(tl.maximum(up_FM, -LIMIT), LIMIT) + 1
-    return gate_FM / (1 + tl.exp(-ALPHA * gate_FM)) * up_FM
+def activated(acc_NM, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+    """[N, M] of up rows, whose numbers become their activation, or [N / 2, M] of a tile whose first half holds gate rows and
+    whose second half the up rows that belong to them: see Relu2, GeGLU and SwiGLU (experts.py)."""
+    if ACTIVATION == "swiglu" or ACTIVATION == "geglu":
+        HALF: tl.constexpr = acc_NM.shape[0] // 2
+        gate_FM, up_FM = tl.split(tl.permute(tl.reshape(acc_NM, [2, HALF, acc_NM.shape[1]]), [1, 2, 0]))
+        if LIMIT > 0:
+            gate_FM = tl.minimum(gate_FM, LIMIT)
+            up_FM = tl.minimum(tl.maximum(up_FM, -LIMIT), LIMIT) + 1
+        if ACTIVATION == "geglu":  # gelu by tanh is x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 x**3))
+            inner_FM = 1.5957691216057308 * (gate_FM + 0.044715 * gate_FM * gate_FM * gate_FM)
+        else:
+            inner_FM = ALPHA * gate_FM
+        out_FM = gate_FM / (1 + tl.exp(-inner_FM)) * up_FM
+    else:
+        out_FM = relu2(acc_NM)
+    return out_FM
 
 
 @triton.jit(do_not_specialize=["tiles"])
 def experts_linear_kernel(
-    x,  # [M, K] if GATED, else [P, K]
-    weight,  # [E, N, K], or [E, 2 * N, K] if GATED
+    x,  # [M, K] of an MLP's first product, which an ACTIVATION follows, else [P, K]
+    weight,  # [E, N, K], or [E, 2 * N, K] with gates
     bias,  # as weight, without columns, if HAS_BIAS
     order,  # [P] int64: indices of pairs, sorted by expert
     counts,  # [E] int32
-    y,  # [P, N], in the order of `order` if GATED, else in the order of the pairs
+    y,  # [P, N]: of a first product in the order of `order`, else in the order of the pairs
     tiles,  # of rows
     stride_x,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, PADDED_EXPERTS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, ACTIVATION: tl.constexpr,
     HAS_BIAS: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    FIRST: tl.constexpr = ACTIVATION != "none"
+    GATED: tl.constexpr = ACTIVATION == "swiglu" or ACTIVATION == "geglu"
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -101,16 +113,16 @@ def experts_linear_kernel(
         ok_M = p < end
         pair_M = tl.load(order + p, mask=ok_M, other=0)
         out_N, row_N = rows_of_tile(tl.program_id(0) // tiles, N, BLOCK_N, GATED)
-        x_M = x + (pair_M // TOP_K if GATED else p.to(tl.int64)) * stride_x
+        x_M = x + (pair_M // TOP_K if FIRST else p.to(tl.int64)) * stride_x
         ok_N = out_N < N
         row_N = expert.to(tl.int64) * (2 * N if GATED else N) + row_N
         acc_NM = add_columns(x_M, weight + row_N * K, ok_M, ok_N, K, 1, BLOCK_K, STAGES, K % BLOCK_K == 0, True)
         if HAS_BIAS:
             acc_NM += tl.load(bias + row_N, mask=ok_N, other=0.0).to(tl.float32)[:, None]
-        if GATED:
-            HALF: tl.constexpr = BLOCK_N // 2
-            out_FM = swiglu(acc_NM, HALF, ALPHA, LIMIT)
-            out_F = tl.program_id(0) // tiles * HALF + tl.arange(0, HALF)
+        if FIRST:
+            OUTS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+            out_FM = activated(acc_NM, ACTIVATION, ALPHA, LIMIT)
+            out_F = tl.program_id(0) // tiles * OUTS + tl.arange(0, OUTS)
             at_FM = y + p.to(tl.int64)[None, :] * N + out_F[:, None]
             tl.store(at_FM, out_FM.to(y.dtype.element_ty), mask=(out_F < N)[:, None] & ok_M[None, :])
         else:
@@ -201,23 +213,23 @@ def each_linear_kernel(
 
 
 def launch_experts_linear(
-    x: Tensor, weight_ENK: Tensor, bias_EN: Tensor | None, order_P: Tensor, counts_E: Tensor, top_k: int, gate: SwiGLU | None,
-    tiles: StackedTiles,
+    x: Tensor, weight_ENK: Tensor, bias_EN: Tensor | None, order_P: Tensor, counts_E: Tensor, top_k: int,
+    activation: Activation | None, tiles: StackedTiles,
 ) -> Tensor:  # fmt: skip
     """[P, N]: each pair's product with its expert's matrix, as stacked.py's function describes it."""
-    (E, rows, K), P, gated = weight_ENK.shape, order_P.shape[0], gate is not None
-    N = rows // 2 if gated else rows
+    from specdec.ops.products.experts import epilogue, inputs_of
+
+    (E, rows, K), P, parts = weight_ENK.shape, order_P.shape[0], inputs_of(activation)
+    N, outs = rows // parts, tiles.block_n // parts
     assert x.stride(1) == 1 and x.shape[1] == K and weight_ENK.is_contiguous() and x.dtype == weight_ENK.dtype
     assert bias_EN is None or (bias_EN.shape == (E, rows) and bias_EN.is_contiguous())
     y_PN = x.new_empty(P, N)
-    outs = tiles.block_n // 2 if gated else tiles.block_n
     of_rows = min(P, E) + P // tiles.block_m  # the most tiles of rows that P pairs can have
     experts_linear_kernel[(of_rows * triton.cdiv(N, outs),)](
         x, weight_ENK, x if bias_EN is None else bias_EN, order_P, counts_E, y_PN, of_rows, x.stride(0), N=N, K=K, TOP_K=top_k,
         EXPERTS=E, PADDED_EXPERTS=triton.next_power_of_2(E), BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
-        BLOCK_K=tiles.block_k, STAGES=tiles.stages, GATED=gated, HAS_BIAS=bias_EN is not None,
-        ALPHA=gate.alpha if gate else 1.0, LIMIT=gate.limit if gate else 0.0, num_warps=tiles.warps, num_stages=tiles.stages,
-        **chained(x.device),
+        BLOCK_K=tiles.block_k, STAGES=tiles.stages, HAS_BIAS=bias_EN is not None, **epilogue(activation),
+        num_warps=tiles.warps, num_stages=tiles.stages, **chained(x.device),
     )  # fmt: skip
     return y_PN
 

@@ -4,8 +4,8 @@ Words go from memory to registers, in the order in which the tensor cores take t
 (units_hopper.py).  Each warp of a program has a run of units; sums are added up over warps at the end.
 
 - Gate and up: a program takes a tile of rows of one pair's expert, if the pair is the first with that expert: 8 rows of
-  the gate alternate with 8 of up.  Programs of the first tile write a list for the second kernel: of each expert in use a word,
-  with its number, its place in y and a mask of the tokens that chose it, and at last how many there are.
+  the gate, if there is one, alternate with 8 of up.  Programs of the first tile write a list for the second kernel: of each
+  expert in use a word, with its number, its place in y and a mask of the tokens that chose it, and at last how many there are.
 - Down: a program takes a tile of rows of all experts in use (or its split of their units), in one run.
 
 Ids, sums, shared experts and splits are treated as few_tokens_triton.py does, and so are weights of tokens.
@@ -45,7 +45,7 @@ MOST_PAIRS, MOST_EXPERTS = 64, 1 << 15  # by the bits of a word of the list
 @gluon.jit(do_not_specialize=["T"])
 def few_gate_up_hopper_kernel(
     x,  # [T, K]
-    qweight,  # words of 32 bits [E * 2 * N, 16 * UNITS]
+    qweight,  # words of 32 bits [E * 2 * N, 16 * UNITS]; without gates [E * N, ..], and so below
     scales,  # [E * 2 * N, G]; words of four exponents of e2m1
     bias,  # [E * 2 * N]
     topk_weights,  # [T, A] float32
@@ -55,8 +55,8 @@ def few_gate_up_hopper_kernel(
     T, stride_x,
     N: gl.constexpr, K: gl.constexpr, UNITS: gl.constexpr, G: gl.constexpr, GROUP_UNITS: gl.constexpr, A: gl.constexpr,
     PADDED_P: gl.constexpr, EXPERTS: gl.constexpr, KIND: gl.constexpr, HAS_BIAS: gl.constexpr,
-    ALPHA: gl.constexpr, LIMIT: gl.constexpr, ONE: gl.constexpr, BLOCK_N: gl.constexpr, AHEAD: gl.constexpr, PDL: gl.constexpr,
-    num_warps: gl.constexpr,
+    ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, ONE: gl.constexpr, BLOCK_N: gl.constexpr,
+    AHEAD: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_wait()
@@ -78,46 +78,50 @@ def few_gate_up_hopper_kernel(
         of_slices: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, words_layout))
         CHUNK: gl.constexpr = (UNITS + num_warps - 1) // num_warps
         ENLARGES: gl.constexpr = KIND == "e2m1"
+        PARTS: gl.constexpr = 2 if ACTIVATION == "swiglu" else 1
         tile = gl.program_id(0)
         row_N = (
-            _rows(tile, N, BLOCK_N, gl.SliceLayout(0, gl.SliceLayout(2, words_layout))),
-            _rows(tile, N, BLOCK_N, gl.SliceLayout(0, gl.SliceLayout(2, layout))),
+            _rows(tile, N, BLOCK_N, PARTS, gl.SliceLayout(0, gl.SliceLayout(2, words_layout))),
+            _rows(tile, N, BLOCK_N, PARTS, gl.SliceLayout(0, gl.SliceLayout(2, layout))),
         )
-        first_row = expert.to(gl.int64) * (2 * N)
+        first_row = expert.to(gl.int64) * (PARTS * N)
         qweight += first_row * (UNITS * 16)
         scales += first_row * G
         s = gl.arange(0, num_warps, of_slices)
         slices = own_expert(s * 0, s * 0, s * 0 + mask, s * CHUNK, CHUNK)
         loaded = load_units(
-            qweight, scales, row_N, slices, 0, AHEAD, 2 * N, UNITS, G, GROUP_UNITS, False, words_layout,
+            qweight, scales, row_N, slices, 0, AHEAD, PARTS * N, UNITS, G, GROUP_UNITS, False, words_layout,
             gl.SliceLayout(2, layout),
         )  # fmt: skip
         m = gl.arange(0, 8, gl.SliceLayout(0, out))
         weight_M = _weights_of_tokens(topk_weights, topk_ids, expert, pair, T, A, ONE, gl.SliceLayout(0, out))
-        row = _rows(tile, N, BLOCK_N, gl.SliceLayout(1, out))
+        row = _rows(tile, N, BLOCK_N, PARTS, gl.SliceLayout(1, out))
         bias_N = (
             gl.load(bias + first_row + row).to(gl.float32)
             if HAS_BIAS
             else gl.zeros([BLOCK_N], gl.float32, gl.SliceLayout(1, out))
         )
         acc = sums_of_units(
-            x, stride_x, 0, qweight, scales, row_N, slices, (CHUNK + AHEAD - 1) // AHEAD, loaded, K, 2 * N, UNITS, G,
+            x, stride_x, 0, qweight, scales, row_N, slices, (CHUNK + AHEAD - 1) // AHEAD, loaded, K, PARTS * N, UNITS, G,
             GROUP_UNITS, KIND, False, ONE, ENLARGES, AHEAD, BLOCK_N, layout, words_layout, x_layout,
         )  # fmt: skip
         acc += bias_N[:, None]
-        n = gl.arange(0, BLOCK_N, gl.SliceLayout(1, out))
-        out_N = tile * (BLOCK_N // 2) + n // 16 * 8 + n % 8
+        out_N = _places(tile, BLOCK_N, PARTS, gl.SliceLayout(1, out))
         ok = ((out_N < N)[:, None] & ((m < T) & ((mask >> m & 1) > 0))[None, :]).to(gl.int32)
         at = ((pair * T + m) * N)[None, :] + out_N[:, None]
         weight = gl.zeros([BLOCK_N, 8], gl.float32, out) + weight_M[None, :]
-        gate, up = _pair(acc, BLOCK_N)
-        at, _ = _pair(at, BLOCK_N)
-        ok, _ = _pair(ok, BLOCK_N)
-        weight, _ = _pair(weight, BLOCK_N)
-        if LIMIT > 0:
-            gate = gl.minimum(gate, LIMIT)
-            up = gl.minimum(gl.maximum(up, -LIMIT), LIMIT) + 1
-        result = gate / (1 + gl.exp(-ALPHA * gate)) * up * weight
+        if PARTS == 2:
+            gate, up = _pair(acc, BLOCK_N)
+            at, _ = _pair(at, BLOCK_N)
+            ok, _ = _pair(ok, BLOCK_N)
+            weight, _ = _pair(weight, BLOCK_N)
+            if LIMIT > 0:
+                gate = gl.minimum(gate, LIMIT)
+                up = gl.minimum(gl.maximum(up, -LIMIT), LIMIT) + 1
+            result = gate / (1 + gl.exp(-ALPHA * gate)) * up * weight
+        else:  # relu2; of what is no number, none
+            positive = gl.where(acc < 0, 0.0, acc)
+            result = positive * positive * weight
         if ENLARGES:  # the second kernel, whose values are of the same kind, need not
             result *= 18446744073709551616.0  # LARGE
         gl.store(y + at, result.to(y.dtype.element_ty), mask=ok != 0)
@@ -130,11 +134,17 @@ def _pair(value, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def _rows(tile, N, BLOCK_N: gl.constexpr, layout: gl.constexpr):
-    """Rows of gate and up of a tile; one that is not there reads row 0, and is not stored."""
+def _places(tile, BLOCK_N: gl.constexpr, PARTS: gl.constexpr, layout: gl.constexpr):
+    """Where what a tile's rows make lies in the result: of a gate and its up (PARTS is 2) at the same place."""
     n = gl.arange(0, BLOCK_N, layout)
-    out_N = tile * (BLOCK_N // 2) + n // 16 * 8 + n % 8
-    return gl.where(out_N < N, out_N + n // 8 % 2 * N, 0)
+    return tile * (BLOCK_N // PARTS) + n // (8 * PARTS) * 8 + n % 8
+
+
+@gluon.jit
+def _rows(tile, N, BLOCK_N: gl.constexpr, PARTS: gl.constexpr, layout: gl.constexpr):
+    """Rows of gate and up of a tile; one that is not there reads row 0, and is not stored."""
+    n, out_N = gl.arange(0, BLOCK_N, layout), _places(tile, BLOCK_N, PARTS, layout)
+    return gl.where(out_N < N, out_N + n // 8 % PARTS * N, 0)
 
 
 @gluon.jit
@@ -286,16 +296,19 @@ def launch_few_gate_up_hopper(
 
     Of the first, rows of experts' own tokens alone are written; of the second, with one token, nothing.
     """
+    from specdec.ops.products.experts import epilogue, inputs_of
+
     (T, A), (arguments, values) = topk_ids_TK.shape, _arguments(stack, form.gate_up_bias, x_TH)
-    N, P = stack.rows // 2, T * A
+    parts, P = inputs_of(form.activation), T * A
+    N = stack.rows // parts
     assert 0 < T <= MOST and P <= MOST_PAIRS and x_TH.stride(1) == 1 and x_TH.shape[1] == stack.columns and N % 8 == 0
     assert topk_ids_TK.is_contiguous() and topk_weights_TK.is_contiguous() and topk_weights_TK.dtype == torch.float32
     y_PTN = x_TH.new_empty(P, T, N)
     entries = torch.empty(P + 1, dtype=torch.int32, device=x_TH.device)
-    few_gate_up_hopper_kernel[(triton.cdiv(N, tiles.block_n // 2), P)](
+    few_gate_up_hopper_kernel[(triton.cdiv(N, tiles.block_n // parts), P)](
         x_TH, *arguments, topk_weights_TK, topk_ids_TK, y_PTN, entries, T, x_TH.stride(0), N=N, **values, A=A,
-        PADDED_P=max(32, triton.next_power_of_2(P)), ALPHA=form.swiglu.alpha, LIMIT=form.swiglu.limit, ONE=T == 1,
-        BLOCK_N=tiles.block_n, AHEAD=tiles.unroll, num_warps=tiles.warps, maxnreg=REGISTERS,
+        PADDED_P=max(32, triton.next_power_of_2(P)), **epilogue(form.activation), ONE=T == 1, BLOCK_N=tiles.block_n,
+        AHEAD=tiles.unroll, num_warps=tiles.warps, maxnreg=REGISTERS,
         **chained(x_TH.device),
     )  # fmt: skip
     return y_PTN, entries

@@ -1,0 +1,1 @@
+"""Targets whose kinds of layers have heads of their own."""

@@ -1,0 +1,1 @@
+"""Wrappers of texts and images for tests."""
