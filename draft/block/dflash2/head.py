@@ -82,7 +82,11 @@ class DFlash2Head(DFlashHead):
             )
 
     def tree(self, hidden_BSH: Tensor, bonus_B: Tensor, spec: SpecConfig, noise: Noise | None = None) -> DraftTree:
-        """Where the target adds noise, candidates are the likeliest tokens with it, and scores have it too."""
+        """Where the target adds noise, candidates are the likeliest tokens with it, and scores have it too.
+
+        A small head's trees of 32 nodes emitted 2.14 tokens a round so, at temperature 1, and 1.97 with candidates by logits
+        alone.  Scores are taken as they are: their softmax made flatter or sharper gave trees that emit fewer.
+        """
         (B, S), C, selector = hidden_BSH.shape[:2], self.candidates, self.selector
         logits_TW = self.logits(hidden_BSH.flatten(0, 1))
         own_TC, tokens_TC = self.vocabulary.top(logits_TW, C, self.d2t_V, noise=noise and noise_of_levels(noise, S))
