@@ -1,6 +1,7 @@
 """The interface of an attention backend: `store`, `prepare` and `attend`.  This module knows no kernel.
 
-Shapes: T queries or tokens, X = Q + 2K heads of a token, Q (also H) query heads, K kv heads, D head dim.
+Shapes: T queries or tokens, X = Q + 2K heads of a token, Q (also H) query heads, K kv heads, D head dim,
+E value dim.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from specdec.attention.caches.layout import HeadsView, KVView
+from specdec.attention.caches.split_cache import SplitView
 from specdec.attention.kinds import PLAIN, Scoring
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.attention.state import AttentionState, merge_all, merge_states, with_sinks
@@ -53,6 +55,13 @@ class Backend(ABC):
         """
         q_TQD, kv_T2KD = prep.apply_(qkv_TXD)
         view.write(slots_T, kv_T2KD)
+        return q_TQD
+
+    def store_rows(self, view: SplitView, rows_TC: Tensor, slots_T: Tensor, prep: HeadPrep) -> Tensor:
+        """`store` for rows [T, (Q + K) D + K E] of heads whose values have another width than keys."""
+        (_, _, D), (_, _, E) = (x.shape for x in view.heads)
+        q_TQD, k_TKD, v_TKE = prep.apply_rows_(rows_TC, D, E)
+        view.write_heads(slots_T, k_TKD, v_TKE)
         return q_TQD
 
     def store_and_attend(

@@ -16,6 +16,7 @@ from specdec.attention.caches.int8_keys import INT8_KEYS
 from specdec.attention.caches.quant_cache import KV_CACHE_DTYPES
 from specdec.attention.capability import Capability, Feature, listed, short
 from specdec.attention.flash.rule import MEASURED, MEASURED_HEAD_DIM, why
+from specdec.attention.invariant.plan import MAX_WIDTH
 from specdec.attention.kinds import LayerKind
 from specdec.attention.needs import AttentionNeeds, installed
 from specdec.checks import major_minor
@@ -84,6 +85,7 @@ def faults(c: Capability, n: AttentionNeeds) -> Iterator[Fault]:
     missing = n.asked - c.features
     yield from _split_faults(c, n, missing)  # before int8 queries, which its nearest setting switches off too
     yield from _query_faults(n, missing)
+    yield from _deterministic_faults(n, missing)
     for feature in Feature:
         if feature in missing:
             problem = feature.refusal.format(values=listed(n.value_dims)) if n.value_dims else feature.refusal
@@ -128,6 +130,17 @@ def _query_faults(n: AttentionNeeds, missing: frozenset[Feature]) -> Iterator[Fa
         )
         without = "int8_queries=False", n.without(Feature.INT8_QUERIES)
         yield Fault(problem, *(without if n.latents or n.value_dims else _kept_as(n, INT8_KEYS)))
+
+
+def _deterministic_faults(n: AttentionNeeds, missing: frozenset[Feature]) -> Iterator[Fault]:
+    """Which heads can't be added up in one order."""
+    if Feature.DETERMINISTIC not in n.features - missing:
+        return
+    without = "deterministic=False", n.without(Feature.DETERMINISTIC)
+    if (widest := max((*n.head_dims, *n.value_dims), default=0)) > MAX_WIDTH:
+        yield Fault(f"adds up heads of at most {MAX_WIDTH} in one order, got deterministic=True with {widest}", *without)
+    if Feature.SPLIT_HEADS in n.asked:
+        yield Fault("adds up values that are as wide as their keys in one order, got deterministic=True", *without)
 
 
 def _kept_as(n: AttentionNeeds, kv_cache_dtype: str) -> tuple[str, AttentionNeeds]:

@@ -228,6 +228,26 @@ class SplitInputs(LayerInputs):
 
 
 @dataclass
+class RowInputs(LayerInputs):
+    """Heads whose values have a width of their own, as their projections leave them: rows_TC, [T, (Q + K) D + K E].
+
+    head_dim, value_dim: D and E.  prep: what queries, keys and values still need.
+    """
+
+    rows_TC: Tensor
+    head_dim: int
+    value_dim: int
+    prep: HeadPrep
+
+    def paged(self, call: LayerCall) -> Tensor:
+        assert isinstance(call.view, SplitView), f"values of another width need a cache of their own, got {call.view}"
+        return call.attend(call.asked(call.backend.store_rows(call.view, self.rows_TC, call.slots_T, self.prep)))
+
+    def dense(self) -> DenseHeads:
+        return DenseHeads(*self.prep.apply_rows_(self.rows_TC, self.head_dim, self.value_dim))
+
+
+@dataclass
 class QueryInputs(HeadInputs):
     """Heads of a layer that reads the keys and values of an earlier layer.  The call's view is that layer's.
 

@@ -2,7 +2,7 @@
 
 states_triton.py says how the order of sums is fixed, kv_blocks_triton.py has the kernels, and plan.py decides which
 program computes which KV block.  The backend reads ordinary heads, pairs of them (differential attention), and latents, all in
-the model's own 16 bits; capabilities.py refuses the rest.
+the model's own 16 bits and of at most MAX_WIDTH; capabilities.py refuses the rest.
 
 Shapes: T queries, H heads, K kv heads, G = H/K, D width of a key and of a value, S states of a query.
 """

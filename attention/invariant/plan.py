@@ -21,6 +21,7 @@ DOUBLINGS = 4  # how often the size of KV blocks doubles
 BLOCKS_PER_SIZE = 16  # KV blocks of one size
 FULL_GPU = 0.8  # threshold: the share of the GPU that has work if each program computes all KV blocks of its queries
 MAX_SCRATCH = 1 << 28  # threshold in bytes: with more memory for states, each program computes all KV blocks of its queries
+MAX_WIDTH = 256  # of ordinary heads: wider tiles of BLOCK_M rows have neither registers nor shared memory
 MAX_COLUMNS = 256  # columns of a latent that one program adds up: longer latents are cut into two equal parts
 
 

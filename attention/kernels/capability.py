@@ -14,6 +14,6 @@ def make(by_rule: bool) -> Backend:
 
 
 TRITON = Capability(
-    "triton", "our kernels", Requirements("H100, H200", "triton"), make, dtypes=FLOATS[1:], head_dims=HeadDims(8, 256, 2),
+    "triton", "our kernels", Requirements("H100, H200", "triton"), make, dtypes=FLOATS[1:], head_dims=HeadDims(8, 512, 2),
     kv_cache_dtypes=KV_DTYPES, fp8_from=FP8_MIN_ARCHITECTURE, features=frozenset(Feature) - {Feature.SCORED_LATENTS},
 )  # fmt: skip

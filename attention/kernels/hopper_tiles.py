@@ -44,7 +44,7 @@ def hopper_tiles(
     )
     if q_THD.dtype.itemsize != 2 or not aligned or q_THD.data_ptr() % 16 or view.kv.data_ptr() % 16:
         return None
-    if D not in WIDTHS or view.kv.stride()[1:] != (K * D, D, 1) or not _reads_pages(P) or group > 64:
+    if D not in WIDTHS or view.kv.stride()[1:] != (K * D, D, 1) or not reads_pages(P) or group > 64:
         return None
     seqlen_q_packgqa, branches = segment.max_seqlen_q * group, segment.max_seqlen_q > 1 and not segment.causal
     keys = segment.max_keys
@@ -53,7 +53,7 @@ def hopper_tiles(
     return _tiles(seqlen_q_packgqa, D, branches, segment.rows * K, keys, programs)
 
 
-def _reads_pages(page_size: int) -> bool:
+def reads_pages(page_size: int) -> bool:
     """Whether blocks of keys, of 32 or 64, are some whole pages, or lie on one page."""
     return page_size in (MIN_PAGE, 32) or page_size % 64 == 0
 

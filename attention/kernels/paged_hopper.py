@@ -46,7 +46,7 @@ PANEL = 64  # columns of a panel: 128 bytes, the widest swizzle of shared memory
 
 
 @gluon.jit
-def _slots_of_pages(pages, start, high, PAGE_SIZE: gl.constexpr, PAGE_KEYS: gl.constexpr, PAGES: gl.constexpr):
+def slots_of_pages(pages, start, high, PAGE_SIZE: gl.constexpr, PAGE_KEYS: gl.constexpr, PAGES: gl.constexpr):
     """The first slots of the pages of a block.  A page past the end repeats the last page; a block past the end has page 0."""
     slots = ()  # grows while the compiler unrolls the loop; the type checker takes it for a tuple of one length, here and below
     for p in gl.static_range(PAGES):
@@ -100,6 +100,42 @@ def _logits(q_MD, kv_PND, stage, scale_log2, softcap, zeros_MN, PAGES: gl.conste
     return logits
 
 
+@gluon.jit
+def keys_of_split(
+    starts, first, queries, length, tile, split, splits,
+    CAUSAL: gl.constexpr, HAS_STARTS: gl.constexpr, WINDOW_RIGHT: gl.constexpr, FRESH: gl.constexpr,
+    PADDED_GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, PAGE_KEYS: gl.constexpr,
+    MIN_SPLIT_KEYS: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Which keys of its row a program reads: (low, high, whole, begin, from_first, settled).
+
+    It reads those from low, a page's first, to high.  Each of the tile's queries reads all keys from from_first to whole: there
+    no mask is needed.  No query reads any before begin.  Keys before settled are of earlier passes.
+    """
+    end = length  # of the keys that any query of the tile reads
+    # All the tile's queries read the keys from `from_first`, the last of their first keys, to `whole`: there no mask is needed.
+    whole = length
+    if CAUSAL:
+        end = length - gl.maximum(queries - 1 - WINDOW_RIGHT - (tile * BLOCK_M + BLOCK_M - 1) // PADDED_GROUP, 0)
+        whole = length - (queries - 1 - WINDOW_RIGHT - tile * BLOCK_M // PADDED_GROUP)
+    end = gl.maximum(gl.where(tile * BLOCK_M < queries * PADDED_GROUP, end, 0), 0)
+    begin = 0  # the first key that any query of the tile reads
+    from_first = 0
+    if HAS_STARTS:
+        query_M = (tile * BLOCK_M + gl.arange(0, BLOCK_M, gl.BlockedLayout([1], [32], [WARPS], [0]))) // PADDED_GROUP
+        ok_M = query_M < queries
+        start_M = gl.load(starts + first + query_M, mask=ok_M, other=2147483647, cache_modifier=".cg")
+        begin = gl.minimum(gl.maximum(gl.min(start_M, 0), 0), end)
+        from_first = gl.max(gl.where(ok_M, start_M, 0), 0)
+    aligned_begin = begin // PAGE_KEYS * PAGE_KEYS  # pages are read from their first key on
+    per_split = gl.cdiv(gl.maximum(gl.cdiv(end - aligned_begin, splits), MIN_SPLIT_KEYS), BLOCK_N) * BLOCK_N
+    low = aligned_begin + split * per_split
+    high = gl.minimum(low + per_split, end)
+    whole = gl.minimum(whole, high)
+    settled = 0 if FRESH == "all" else length - (queries if FRESH == "queries" else 0)  # keys before this one are old
+    return low, high, whole, begin, from_first, settled
+
+
 @gluon.jit(
     do_not_specialize=["stride_row", "states", "tiles"],
     do_not_specialize_on_alignment=["page_table", "cache_seqlens", "cu_seqlens_q", "starts", "lse"],
@@ -133,27 +169,10 @@ def paged_hopper_kernel(
     first = gl.load(cu_seqlens_q + row, cache_modifier=".cg")
     queries = gl.load(cu_seqlens_q + row + 1, cache_modifier=".cg") - first
     length = gl.load(cache_seqlens + row, cache_modifier=".cg")
-    end = length  # of the keys that any query of the tile reads
-    # All the tile's queries read the keys from `from_first`, the last of their first keys, to `whole`: there no mask is needed.
-    whole = length
-    if CAUSAL:
-        end = length - gl.maximum(queries - 1 - WINDOW_RIGHT - (tile * BLOCK_M + BLOCK_M - 1) // PADDED_GROUP, 0)
-        whole = length - (queries - 1 - WINDOW_RIGHT - tile * BLOCK_M // PADDED_GROUP)
-    end = gl.maximum(gl.where(tile * BLOCK_M < queries * PADDED_GROUP, end, 0), 0)
-    begin = 0  # the first key that any query of the tile reads
-    from_first = 0
-    if HAS_STARTS:
-        query_M = (tile * BLOCK_M + gl.arange(0, BLOCK_M, gl.BlockedLayout([1], [32], [num_warps], [0]))) // PADDED_GROUP
-        ok_M = query_M < queries
-        start_M = gl.load(starts + first + query_M, mask=ok_M, other=2147483647, cache_modifier=".cg")
-        begin = gl.minimum(gl.maximum(gl.min(start_M, 0), 0), end)
-        from_first = gl.max(gl.where(ok_M, start_M, 0), 0)
-    aligned_begin = begin // PAGE_KEYS * PAGE_KEYS  # pages are read from their first key on
-    per_split = gl.cdiv(gl.maximum(gl.cdiv(end - aligned_begin, splits), MIN_SPLIT_KEYS), BLOCK_N) * BLOCK_N
-    low = aligned_begin + split * per_split
-    high = gl.minimum(low + per_split, end)
-    whole = gl.minimum(whole, high)
-    settled = 0 if FRESH == "all" else length - (queries if FRESH == "queries" else 0)  # keys before this one are old
+    low, high, whole, begin, from_first, settled = keys_of_split(
+        starts, first, queries, length, tile, split, splits,
+        CAUSAL, HAS_STARTS, WINDOW_RIGHT, FRESH, PADDED_GROUP, BLOCK_M, BLOCK_N, PAGE_KEYS, MIN_SPLIT_KEYS, num_warps,
+    )  # fmt: skip
 
     q_smem = gl.allocate_shared_memory(dtype, [PANELS, BLOCK_M // PADDED_GROUP, PADDED_GROUP, 64], q_tiles.layout)
     if JOINED:
@@ -202,7 +221,7 @@ def producer(
     blocks = gl.cdiv(gl.maximum(high - low, 0), BLOCK_N)
     slots = ()
     for s in gl.static_range(STAGES):
-        slots = slots + _slots_of_pages(pages, low + s * BLOCK_N, high, PAGE_SIZE, PAGE_KEYS, PAGES)
+        slots = slots + slots_of_pages(pages, low + s * BLOCK_N, high, PAGE_SIZE, PAGE_KEYS, PAGES)
         mbarrier.expect(full.index(s), 4 * BLOCK_N * DIM, pred=s < blocks)
     if FRESH != "all":
         _load_first(
@@ -218,7 +237,7 @@ def producer(
         _load_first(
             kv_tiles, full, kv_smem, slots, low, blocks, settled, kv_head, True, STAGES, JOINED, PAGES, PAGE_KEYS, PANELS
         )
-    slots = _slots_of_pages(pages, low + STAGES * BLOCK_N, high, PAGE_SIZE, PAGE_KEYS, PAGES)
+    slots = slots_of_pages(pages, low + STAGES * BLOCK_N, high, PAGE_SIZE, PAGE_KEYS, PAGES)
     stage = 0
     phase = 0
     for k in range(STAGES, blocks):
@@ -226,7 +245,7 @@ def producer(
         mbarrier.expect(full.index(stage), 4 * BLOCK_N * DIM)
         for i in gl.static_range(PAGES):
             _load_page(kv_tiles, kv_smem, full.index(stage), slots[i], kv_head, stage, i, True, JOINED, PAGES, PANELS)
-        slots = _slots_of_pages(pages, low + (k + 1) * BLOCK_N, high, PAGE_SIZE, PAGE_KEYS, PAGES)
+        slots = slots_of_pages(pages, low + (k + 1) * BLOCK_N, high, PAGE_SIZE, PAGE_KEYS, PAGES)
         stage, phase = next_stage(stage, phase, STAGES)
 
 
@@ -287,7 +306,7 @@ def consumer(
         if (start + BLOCK_N > whole) | (start < from_first):
             visible = ()
             for i in gl.static_range(PAGES):
-                visible = visible + (_masked(logits[i], start + i * MMA_KEYS + n, start_M, last_M, HAS_STARTS),)  # type: ignore[assignment]
+                visible = visible + (masked(logits[i], start + i * MMA_KEYS + n, start_M, last_M, HAS_STARTS),)  # type: ignore[assignment]
             logits = visible
         max_MN = logits[0]
         for i in gl.static_range(1, PAGES):
@@ -325,7 +344,7 @@ def consumer(
 
 
 @gluon.jit
-def _masked(s_MN, key_N, start_M, last_M, HAS_STARTS: gl.constexpr):
+def masked(s_MN, key_N, start_M, last_M, HAS_STARTS: gl.constexpr):
     """The logits, and -inf for keys before a query's first key or from its end on."""
     visible_MN = key_N[None, :] < last_M[:, None]
     if HAS_STARTS:

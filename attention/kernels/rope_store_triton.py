@@ -6,7 +6,10 @@ in place: a thread holds both halves of a head's rotated pair, so no element is 
 Order of chained launches (specdec/ops/launch.py): positions and slots are read before gdc_wait.  They were complete before the
 norm ahead of the qkv projection, and the projection lets this kernel start only after that norm is complete.
 
-Shapes: T tokens, Q query heads, K kv heads, X = Q + 2K rows of a token, D head dim, E = D / 2.
+Values may be normed without a weight, and multiplied with a number.  They may have another width than keys, or be read from the
+keys' projections (`specdec.ops.rope.ValuePrep`).
+
+Shapes: T tokens, Q query heads, K kv heads, X = Q + 2K rows of a token, D head dim, E = D / 2 (of a value: half its width).
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.caches.int8_keys import Int8KeysView
 from specdec.attention.caches.int8_triton import abs_or_inf, round_to_int8, scale_and_inverse
 from specdec.attention.caches.quant_cache import FP8_MAX, QuantView
+from specdec.attention.caches.split_cache import SplitView
 from specdec.ops.launch import chained
 from specdec.ops.products.numerics import FAST, Numerics
 from specdec.ops.rope import HeadPrep
@@ -29,7 +33,7 @@ StoredView = MHAView | QuantView | Int8KeysView
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
 def rope_store_kernel(
-    qkv,  # [T, X, D]
+    qkv,  # [T, X, D]; with VALUES_ARE_KEYS no values; with values of another width [T, (Q + K) D + K times that]
     kv,  # [slots, 2, K, D]; with QUANT "int8_keys" the keys [slots, K, D], and the values lie stride_v bytes after them
     slots,  # [T] int64
     positions,  # [T] int64
@@ -37,14 +41,20 @@ def rope_store_kernel(
     norm,  # [Q + K, D]
     scales,  # float32: [2, K] of fp8, [slots, 2, K] of int8, [slots, K] of int8_keys
     eps,
+    value_scale,
     stride_t,
     stride_slot,
     stride_v,
     stride_kv_head,
+    stride_v_head,
     QUERY_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,  # 0: there are queries only, and nothing is stored
     HALF: tl.constexpr,
     PADDED_HALF: tl.constexpr,
+    VALUE_HALF: tl.constexpr,
+    VALUES_ARE_KEYS: tl.constexpr,
+    NORMS_VALUES: tl.constexpr,
+    SCALES_VALUES: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_NORM: tl.constexpr,
     ROTATES: tl.constexpr,
@@ -71,9 +81,21 @@ def rope_store_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
     at_XE = qkv + token * stride_t + x[:, None] * (2 * HALF) + e[None, :]
+    half_X1 = HALF  # where a head's second half begins
+    if VALUES_ARE_KEYS:
+        at_XE -= tl.where(rotated_X, 0, KV_HEADS * 2 * HALF)[:, None]
+    if VALUE_HALF != HALF:
+        half_X1 = tl.where(rotated_X, HALF, VALUE_HALF)[:, None]
+        ok_XE = (x < QUERY_HEADS + 2 * KV_HEADS)[:, None] & (e[None, :] < half_X1)
+        at_XE -= tl.where(rotated_X, 0, (x - QUERY_HEADS - KV_HEADS) * (2 * HALF - 2 * VALUE_HALF))[:, None]
     low_XE = tl.load(at_XE, mask=ok_XE, other=0.0).to(tl.float32)
-    high_XE = tl.load(at_XE + HALF, mask=ok_XE, other=0.0).to(tl.float32)
+    high_XE = tl.load(at_XE + half_X1, mask=ok_XE, other=0.0).to(tl.float32)
     a_XE, b_XE = low_XE, high_XE
+    if NORMS_VALUES:
+        mean_X = (tl.sum(a_XE * a_XE, 1) + tl.sum(b_XE * b_XE, 1)) / (2 * VALUE_HALF)
+        low_XE, high_XE = low_XE * tl.rsqrt(mean_X + eps)[:, None], high_XE * tl.rsqrt(mean_X + eps)[:, None]
+    if SCALES_VALUES:
+        low_XE, high_XE = low_XE * value_scale, high_XE * value_scale
     if HAS_NORM:
         rms_X = tl.rsqrt((tl.sum(a_XE * a_XE, 1) + tl.sum(b_XE * b_XE, 1)) / (2 * HALF) + eps)
         weight_XE = norm + x[:, None] * (2 * HALF) + e[None, :]
@@ -93,10 +115,12 @@ def rope_store_kernel(
     else:
         row_X = x - QUERY_HEADS  # rows 0 to K - 1 are keys, K to 2K - 1 values; queries are negative
         cache_X = slot * stride_slot + (row_X // KV_HEADS) * stride_v + (row_X % KV_HEADS) * stride_kv_head
+        if VALUE_HALF != HALF:
+            cache_X += tl.where(rotated_X, 0, row_X % KV_HEADS) * (stride_v_head - stride_kv_head)
         if QUANT == "":
             to_XE = tl.where(is_query_X[:, None], at_XE, kv + cache_X[:, None] + e[None, :])
             tl.store(to_XE, low_XE.to(kv.dtype.element_ty), mask=ok_XE)
-            tl.store(to_XE + HALF, high_XE.to(kv.dtype.element_ty), mask=ok_XE)
+            tl.store(to_XE + half_X1, high_XE.to(kv.dtype.element_ty), mask=ok_XE)
         else:
             # What has 8 bits: keys and values, or keys alone.  The other rows are stored as they are.
             is_narrow_X = (row_X >= 0) & (row_X < (KV_HEADS if QUANT == "int8_keys" else 2 * KV_HEADS))
@@ -130,8 +154,7 @@ def launch_rope_store(qkv_TXD: Tensor, view: StoredView, slots_T: Tensor, prep: 
     slots_T: int64.  An fp8 view without a scale gets its scale from these keys and values.
     """
     T, X, D = qkv_TXD.shape
-    K, (k, v) = prep.num_kv_heads, view.heads
-    Q = X - 2 * K
+    K, Q, (k, v) = prep.num_kv_heads, prep.query_heads(X), view.heads
     assert k.shape[1:] == v.shape[1:] == (K, D) and k.stride(2) == v.stride(2) == 1 and Q > 0
     assert qkv_TXD.stride()[1:] == (D, 1) and slots_T.shape == (T,)
     if not T:
@@ -141,38 +164,56 @@ def launch_rope_store(qkv_TXD: Tensor, view: StoredView, slots_T: Tensor, prep: 
     quant, scales = view.quant, view.scales
     assert v.dtype == qkv_TXD.dtype or isinstance(view, QuantView)
     assert not quant or scales.is_contiguous()
-    strides = k.stride(0), (v.data_ptr() - k.data_ptr()) // k.itemsize, k.stride(1)
-    _launch(qkv_TXD, k, strides, scales, slots_T.contiguous(), prep, quant, numerics)
+    strides = k.stride(0), (v.data_ptr() - k.data_ptr()) // k.itemsize, k.stride(1), k.stride(1)
+    _launch(qkv_TXD, Q, (D, D), k, strides, scales, slots_T.contiguous(), prep, quant, numerics)
     return qkv_TXD[:, :Q]
+
+
+def launch_rows_store(rows_TC: Tensor, view: SplitView, slots_T: Tensor, prep: HeadPrep, numerics: Numerics = FAST) -> Tensor:
+    """`launch_rope_store` for rows [T, (Q + K) D + K E] of heads whose values have another width than keys."""
+    (T, C), K, (k, v) = rows_TC.shape, prep.num_kv_heads, view.heads
+    D, E = k.shape[2], v.shape[2]
+    q_TQD = rows_TC[:, : C - K * (D + E)].unflatten(1, (-1, D))
+    assert (
+        D % 2 == E % 2 == 0 and k.stride(2) == v.stride(2) == 1 and k.shape[1] == v.shape[1] == K and not prep.values.are_keys
+    )
+    assert rows_TC.stride(1) == 1 and slots_T.shape == (T,) and rows_TC.dtype == k.dtype and k.stride(0) == v.stride(0)
+    if T:
+        strides = k.stride(0), (v.data_ptr() - k.data_ptr()) // k.itemsize, k.stride(1), v.stride(1)
+        _launch(rows_TC, q_TQD.shape[1], (D, E), k, strides, k, slots_T.contiguous(), prep, "", numerics)
+    return q_TQD
 
 
 def launch_rope(q_TQD: Tensor, prep: HeadPrep, numerics: Numerics = FAST) -> Tensor:
     """Norms and rotates queries in place, of a layer that has no keys and values, and returns them.  prep: of 0 kv heads."""
-    assert prep.num_kv_heads == 0 and q_TQD.stride()[1:] == (q_TQD.shape[2], 1)
+    (_, Q, D), strides = q_TQD.shape, q_TQD.stride()
+    assert prep.num_kv_heads == 0 and strides[1:] == (D, 1)
     if len(q_TQD) and (prep.rotation is not None or prep.norm_HD is not None):
         slots_T = q_TQD if prep.rotation is None else prep.rotation.positions_T.contiguous()  # not read
-        _launch(q_TQD, q_TQD, q_TQD.stride(), q_TQD, slots_T, prep, "", numerics)
+        _launch(q_TQD, Q, (D, D), q_TQD, (*strides, strides[2]), q_TQD, slots_T, prep, "", numerics)
     return q_TQD
 
 
 def _launch(
-    qkv_TXD: Tensor, kv: Tensor, strides: tuple[int, ...], scales: Tensor, slots_T: Tensor, prep: HeadPrep, quant: str,
-    numerics: Numerics,
+    qkv: Tensor, Q: int, widths: tuple[int, int], kv: Tensor, strides: tuple[int, ...], scales: Tensor, slots_T: Tensor,
+    prep: HeadPrep, quant: str, numerics: Numerics,
 ) -> None:  # fmt: skip
     """Launches the kernel.  With 0 kv heads, any tensors and strides may stand for kv, strides, scales and slots_T.
 
-    kv: the keys.  strides: of a slot, from a key to its value, and of a kv head, all in elements of kv.
+    Q, widths: query heads, and the widths of keys and values.  kv: the keys.  strides: of a slot, from a key to its value, of a
+    key head and of a value head, all in elements of kv.
     """
-    T, X, D = qkv_TXD.shape
-    K = prep.num_kv_heads
+    T, K, (D, E), values = len(qkv), prep.num_kv_heads, widths, prep.values
     rotation, norm = prep.rotation, prep.norm_HD
-    table, positions_T = (qkv_TXD, slots_T) if rotation is None else (rotation.table_P2D, rotation.positions_T)
+    table, positions_T = (qkv, slots_T) if rotation is None else (rotation.table_P2D, rotation.positions_T)
     assert rotation is None or table.is_contiguous()
-    block = numerics.heads_a_program(T, X)
+    X = Q + 2 * K
+    block, padded_half = numerics.heads_a_program(T, X), triton.next_power_of_2(max(D, E) // 2)
+    warps = (4 if block > 8 else 1) * max(1, padded_half // 128)  # wider heads would spill registers
     rope_store_kernel[(T, triton.cdiv(X, block))](
-        qkv_TXD, kv, slots_T, positions_T.contiguous(), table, table if norm is None else norm, scales, prep.eps,
-        qkv_TXD.stride(0), *strides,
-        QUERY_HEADS=X - 2 * K, KV_HEADS=K, HALF=D // 2, PADDED_HALF=triton.next_power_of_2(D // 2), BLOCK=block,
-        HAS_NORM=norm is not None, ROTATES=rotation is not None, QUANT=quant,
-        num_warps=4 if block > 8 else 1, **chained(kv.device),
+        qkv, kv, slots_T, positions_T.contiguous(), table, table if norm is None else norm, scales, prep.eps, values.scale,
+        qkv.stride(0), *strides,
+        QUERY_HEADS=Q, KV_HEADS=K, HALF=D // 2, PADDED_HALF=padded_half, VALUE_HALF=E // 2, VALUES_ARE_KEYS=values.are_keys,
+        NORMS_VALUES=values.normed, SCALES_VALUES=values.scale != 1.0, BLOCK=block,
+        HAS_NORM=norm is not None, ROTATES=rotation is not None, QUANT=quant, num_warps=warps, **chained(kv.device),
     )  # fmt: skip

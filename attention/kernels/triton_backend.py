@@ -21,9 +21,10 @@ from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.caches.int8_keys import Int8KeysView
 from specdec.attention.caches.latent_view import LatentView
 from specdec.attention.caches.layout import CachedHeads, HeadsView, KVView
+from specdec.attention.caches.split_cache import SplitView
 from specdec.attention.kernels.hopper_tiles import hopper_tiles, is_measured
 from specdec.attention.kernels.paged_triton import paged_attention_kernel
-from specdec.attention.kernels.rope_store_triton import StoredView, launch_rope, launch_rope_store
+from specdec.attention.kernels.rope_store_triton import StoredView, launch_rope, launch_rope_store, launch_rows_store
 from specdec.attention.kernels.single_query_triton import launch_single_query, reads_own_key_last
 from specdec.attention.kernels.suffix_triton import suffix_merge_kernel
 from specdec.attention.kernels.tiles_triton import (
@@ -37,13 +38,14 @@ from specdec.attention.kernels.tiles_triton import (
     splits_for,
 )
 from specdec.attention.kernels.triton_plan import TritonPlan
+from specdec.attention.kernels.wide.wide_tiles import WIDE, reads_widths, wide_hopper_tiles, wide_tiles
 from specdec.attention.kinds import PLAIN, Scoring
 from specdec.attention.latent.mla_launch import attend_latent, merge_suffix
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.attention.state import AttentionState, merge_states, with_sinks
 from specdec.ops.launch import chained, has_pdl, shared_memory
 from specdec.ops.products.numerics import FAST, Numerics
-from specdec.ops.rope import HeadPrep
+from specdec.ops.rope import PLAIN_VALUES, HeadPrep
 
 
 class TritonBackend(Backend):
@@ -68,11 +70,16 @@ class TritonBackend(Backend):
         assert isinstance(view, StoredView)
         return launch_rope_store(qkv_TXD, view, slots_T, prep, self.numerics)
 
+    def store_rows(self, view: SplitView, rows_TC: Tensor, slots_T: Tensor, prep: HeadPrep) -> Tensor:
+        return launch_rows_store(rows_TC, view, slots_T, prep, self.numerics)
+
     def store_and_attend(
         self, view: HeadsView, qkv_TXD: Tensor, slots_T: Tensor, prep: HeadPrep, prepared: TritonPlan, scoring: Scoring = PLAIN
     ) -> AttentionState | None:
         (T, X, D), K, paged = qkv_TXD.shape, prep.num_kv_heads, prepared.segments
         if not T or prepared.suffix is not None or len(paged) != 1 or not isinstance(view, MHAView) or qkv_TXD.stride(2) != 1:
+            return None
+        if prep.values != PLAIN_VALUES:
             return None
         (segment,), q_THD, device = paged, qkv_TXD[:, : X - 2 * K], qkv_TXD.device
         measured = is_measured(device) if self.hopper is None else self.hopper
@@ -201,7 +208,11 @@ class TritonBackend(Backend):
         """
         tiles, splits = self._tiles(q_THD, view, segment, scoring)
         assert out_THSD.shape[2] == splits
-        if tiles.hopper:
+        if tiles.hopper and reads_widths(view):
+            from specdec.attention.kernels.wide.wide_hopper import launch_wide_hopper
+
+            launch_wide_hopper(q_THD, view, segment, scoring, out_THSD, lse_THS, tiles)
+        elif tiles.hopper:
             from specdec.attention.kernels.paged_hopper import launch_paged_hopper
 
             assert isinstance(view, MHAView)
@@ -223,10 +234,13 @@ class TritonBackend(Backend):
             wanted = min(seqlen_q_packgqa, 32)
         kept = view.quant, segment.causal, waves, segment.max_keys, view.int8_queries
         tiles = hopper_tiles(q_THD, view, segment, scoring, programs, self.hopper)
+        tiles = tiles or wide_hopper_tiles(q_THD, view, segment, scoring, self.hopper)
         if tiles is None:
             key_bytes = padded(k.shape[2]) * k.itemsize + padded(v.shape[2]) * v.itemsize
             tiles = paged_tiles(wanted, widest, q_THD.itemsize, *kept)
             room = shared_memory(q_THD.device)
+            if widest > WIDE:
+                tiles = wide_tiles(wanted, q_THD.itemsize, view.quant, room)
             if (
                 view.quant and k.shape[2] > q_THD.shape[2]
             ):  # halves with scales of their own pass through shared memory once more
@@ -251,7 +265,8 @@ def launch_paged(
     assert segment.pages.table.stride(1) == 1 and out_THSD.stride() == (H * states * E, states * E, E, 1)
     assert lse_THS.stride(0) == H * states and (splits == 1 or lse_THS.stride(2) == 1)
     slopes_H, quant, int8_queries = scoring.slopes_H, view.quant, view.int8_queries
-    q_in_memory = quant != "" and not int8_queries and q_THD.dtype == torch.bfloat16 and tiles.block_m > 64
+    many = tiles.block_m > 64 or tiles.block_m * k.shape[2] > 64 * WIDE
+    q_in_memory = quant != "" and not int8_queries and q_THD.dtype == torch.bfloat16 and many
     starts_T, positions_T = segment.starts_T, positions_for(scoring, segment)
     for of_T in (starts_T, positions_T):
         assert of_T is None or (of_T.shape[0] >= T and of_T.is_contiguous())
@@ -300,7 +315,8 @@ def launch_suffix_merge(
     starts_T, positions_T = (suffix.starts_T, positions_for(scoring, suffix)) if suffix else (None, None)
     out, lse = whole or state
     assert out.stride(2) == 1 and table.stride(-1) == 1 and (sinks_H is None or sinks_H.is_contiguous())
-    # One warp a program: reductions then need no barrier, and many programs fit an SM.
+    # One warp a program: reductions then need no barrier, and many programs fit an SM.  It could not hold keys of 512.
+    warps = 4 if suffix and k.shape[2] > WIDE else 1
     suffix_merge_kernel[(T, groups, padded(E) // columns)](
         q_THD, k, view.scales, table, lens, lens if starts_T is None else starts_T,
         *((lens, lse) if positions_T is None else (positions_T, scoring.slopes_H)), lse if sinks_H is None else sinks_H,
@@ -313,7 +329,7 @@ def launch_suffix_merge(
         HAS_STARTS=starts_T is not None, ALIBI=alibi_of(scoring) if suffix else "", SOFTCAP=scoring.softcap is not None,
         QUANT=view.quant if suffix else "", INT8_QUERIES=suffix is not None and view.int8_queries,
         HAS_WHOLE=whole is not None, LEFT_FILLED=left_filled,
-        num_warps=1, num_stages=1, **chained(q_THD.device),
+        num_warps=warps, num_stages=1, **chained(q_THD.device),
     )  # fmt: skip
 
 

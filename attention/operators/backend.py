@@ -24,7 +24,7 @@ from specdec.attention.operators.heads import PAGED_ATTENTION, ROPE, ROPE_STORE,
 from specdec.attention.operators.latent import LATENT_ATTENTION, latents_of
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.attention.state import AttentionState, merge_all, merge_states
-from specdec.ops.rope import HeadPrep
+from specdec.ops.rope import PLAIN_VALUES, HeadPrep
 
 # Fields of Scoring and of Segment that the operators take; every other must have its default.
 _SCORING = {"scale", "softcap", "sinks_H", "slopes_H", "sqrt_alibi"}
@@ -91,6 +91,8 @@ class OperatorBackend(Backend):
 
 def _rope_arguments(prep: HeadPrep) -> tuple[Tensor | None, Tensor | None, Tensor | None, float]:
     """Positions, rotary table, norm weights and the norm's eps."""
+    if prep.values != PLAIN_VALUES:
+        raise TypeError(f"the operators of attention know no norm, scale or source of values, got {prep.values}")
     rotation = prep.rotation
     rope = (None, None) if rotation is None else (rotation.positions_T, rotation.table_P2D)
     return *rope, prep.norm_HD, prep.eps

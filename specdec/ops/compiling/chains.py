@@ -90,14 +90,15 @@ GROUPS = (
     KernelGroup(
         "late",
         "The merge after attention reads queries, and the suffix's keys, table and lengths, before its wait. Of the cache "
-        "itself only paged_hopper's producer and single_query_attention read before their waits, and only keys of earlier "
-        "passes: not those that this layer may have just stored (`Segment.fresh`). latent_attention asks L2 for "
-        "slots, fresh ones too, and reads nothing of them; L2 is where the store in front writes.",
+        "itself only single_query_attention and the producers of paged_hopper and wide_hopper read before their waits, and "
+        "only keys of earlier passes: not those that this layer may have just stored (`Segment.fresh`). latent_attention asks "
+        "L2 for slots, fresh ones too, and reads nothing of them; L2 is where the store in front writes.",
         "",
         {
             "latent_kv_blocks": "cache_seqlens cu_seqlens_q page_table",
             "kv_blocks": "cache_seqlens cu_seqlens_q page_table starts",
             "paged_hopper": "cache_seqlens cu_seqlens_q kv_tiles page_table starts",
+            "wide_hopper": "cache_seqlens cu_seqlens_q kv_tiles page_table starts",
             "paged_attention": "cache_seqlens cu_seqlens_q page_table starts",
             "single_query_attention": "cache_seqlens kv norm page_table positions slots starts table",
             "latent_hopper": "cache_seqlens cu_seqlens_q",

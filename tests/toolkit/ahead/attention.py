@@ -28,7 +28,7 @@ from specdec.attention.context_parallel.sharding import KVSharding
 from specdec.attention.context_parallel.symmetric_triton import launch_all_to_all_states
 from specdec.attention.differential.inputs import DifferentialInputs
 from specdec.attention.differential.subtract import Difference
-from specdec.attention.inputs import DenseHeads, HeadInputs, LayerCall, LayerInputs, SplitInputs
+from specdec.attention.inputs import DenseHeads, HeadInputs, LayerCall, LayerInputs, RowInputs, SplitInputs
 from specdec.attention.invariant.backend import InvariantBackend
 from specdec.attention.kernels.triton_backend import TritonBackend
 from specdec.attention.kinds import FULL, PLAIN, LayerKind, Scoring
@@ -43,7 +43,7 @@ from specdec.attention.sparse.index_store import IndexPrep
 from specdec.attention.sparse.index_store_triton import launch_store_index
 from specdec.attention.sparse.launch import launch_best_keys, launch_sparse_segment
 from specdec.attention.state import AttentionState
-from specdec.ops.rope import HeadPrep, Rotation
+from specdec.ops.rope import HeadPrep, Rotation, ValuePrep
 from toolkit.ahead.made import PAGE, counts, floats, halves, has_float8, here, ids, inbox_of, may_be_deterministic
 
 
@@ -81,6 +81,25 @@ def single_queries(backend: TritonBackend, make: Callable[[int], LayerInputs]) -
         PagedAttention(backend, cache, *[tables] * len(cache.group_numbers))(layer, make(1), scoring=scoring)
 
 
+def wide_attention(triton: TritonBackend) -> None:
+    """Gemma 4's full layers, in 16 bits and in 8, and MiMo-V2-Flash's, from their projections on."""
+
+    def gemma(T: int) -> LayerInputs:
+        prep = HeadPrep(rotation(512, T), 4, halves(36, 512), 1e-6, ValuePrep(normed=True, are_keys=True))
+        return HeadInputs(halves(T, 36, 512), prep)
+
+    def mimo(K: int) -> Callable[[int], LayerInputs]:
+        prep = ValuePrep(scale=0.707)
+        return lambda T: RowInputs(halves(T, (64 + K) * 192 + K * 128), 192, 128, HeadPrep(rotation(192, T), K, values=prep))
+
+    layouts: list[CacheLayout] = [HeadsLayout(4, 512, torch.bfloat16), QuantLayout("int8", 4, 512, here())]
+    layouts += [Int8KeysLayout(4, 512, torch.bfloat16), *([QuantLayout("fp8", 4, 512, here())] if has_float8() else [])]
+    for layout in layouts:
+        attend(triton, layout, FULL, gemma)
+    attend(triton, SplitLayout(4, 192, 128, torch.bfloat16), FULL, mimo(4))
+    attend(triton, SplitLayout(8, 192, 128, torch.bfloat16), LayerKind(window=128), mimo(8), Scoring(sinks_H=floats(64)))
+
+
 def heads_attention() -> None:
     """Heads of many widths, in 16 bits and in 8, with and without windows, softcaps, sinks and slopes."""
     triton = TritonBackend()
@@ -101,6 +120,7 @@ def heads_attention() -> None:
         if may_be_deterministic():
             attend(InvariantBackend(), plain, FULL, make)
             attend(InvariantBackend(), plain, window, make, capped)
+    wide_attention(triton)
     attend(triton, HeadsLayout(8, 128, torch.float16), FULL, heads(32, 8, 128, torch.float16))
     for roots in (False, True):
         alibi = Scoring(slopes_H=floats(32), sqrt_alibi=roots)

@@ -1,0 +1,73 @@
+"""Which paged segments wide_hopper.py's kernel reads, in which tiles, and Triton's tiles for heads of more than 256.
+
+The kernel reads what TMA can load, as paged_hopper.py's does, of the widths in HOPPER_TILES.  It is not imported here, because
+other GPUs can't compile it.  Why the choices are what they are: benchmarks/layers/README.md.
+
+Shapes: T queries, H heads, K kv heads, D width of a key and E of a value.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import triton
+from torch import Tensor
+
+from specdec.attention.caches.heads_cache import MHAView
+from specdec.attention.caches.layout import CachedHeads
+from specdec.attention.caches.split_cache import SplitView
+from specdec.attention.kernels.hopper_tiles import is_measured, reads_pages
+from specdec.attention.kernels.tiles_triton import PagedTiles
+from specdec.attention.kinds import Scoring
+from specdec.attention.segment import Segment
+
+WIDE = 256  # wider heads have tiles of their own
+LARGE = 160_000  # threshold: bytes of shared memory from which on a GPU has room for 64 queries and two stages of 32 keys
+HOPPER_TILES = {  # by widths of keys and values
+    (512, 512): PagedTiles(64, 32, 8, 2, 64, registers=168, hopper=True),
+    (192, 128): PagedTiles(64, 64, 4, 2, 64, registers=168, ctas_per_sm=2, hopper=True),
+}
+
+
+def reads_widths(view: CachedHeads) -> bool:
+    """Whether wide_hopper.py's kernel is the one for these widths."""
+    k, v = view.heads
+    return (k.shape[2], v.shape[2]) in HOPPER_TILES
+
+
+def wide_hopper_tiles(
+    q_THD: Tensor, view: CachedHeads, segment: Segment, scoring: Scoring, measured: bool | None = None
+) -> PagedTiles | None:
+    """The tiles of wide_hopper.py's kernel for a segment; None: paged_triton.py's kernel reads it.
+
+    measured: whether the GPU counts as one on which the kernel was measured; None: as it is.
+    """
+    measured = is_measured(q_THD.device) if measured is None else measured
+    if not (measured and isinstance(view, MHAView | SplitView) and reads_widths(view) and scoring.slopes_H is None):
+        return None
+    (_, H, D), (k, v) = q_THD.shape, view.heads
+    K, E = k.shape[1], v.shape[2]
+    is_row = k.stride()[1:] == (D, 1) and v.stride()[1:] == (E, 1) and v.data_ptr() - k.data_ptr() == K * D * k.itemsize
+    strides = (*q_THD.stride()[:2], k.stride(0))
+    is_aligned = not any(number * 2 % 16 for number in strides) and not (q_THD.data_ptr() % 16 or k.data_ptr() % 16)
+    if q_THD.dtype.itemsize != 2 or q_THD.stride(2) != 1 or not is_row or not is_aligned:
+        return None
+    if not reads_pages(segment.pages.page_size) or triton.next_power_of_2(H // K) > 64:
+        return None
+    return HOPPER_TILES[D, E]
+
+
+@lru_cache
+def wide_tiles(seqlen_q_packgqa: int, itemsize: int, quant: str, room: int) -> PagedTiles:
+    """paged_triton.py's tiles for heads of more than 256; the arguments are those of `paged_tiles` and of `within`.
+
+    Eight warps hold a tile's queries and weighted values, 64 rows at most: four would spill registers.
+    """
+    wanted = max(16, triton.next_power_of_2(seqlen_q_packgqa))
+    if itemsize == 4:
+        return PagedTiles(16, 16, 8, 2)
+    if room < LARGE:
+        return PagedTiles(min(wanted, 32), 16, 8, 3)
+    if quant:
+        return PagedTiles(min(wanted, 64), 32, 8, 3 if wanted <= 32 else 2)
+    return PagedTiles(min(wanted, 64), 32, 8, 3 if wanted == 16 else 2)
