@@ -245,7 +245,7 @@ class RowInputs(LayerInputs):
     prep: HeadPrep
 
     def paged(self, call: LayerCall) -> Tensor:
-        assert isinstance(call.view, SplitView | QuantSplitView), f"values of another width need their own cache, got {call.view}"
+        assert isinstance(call.view, SplitView | QuantSplitView), f"unlike widths need a cache of rows, got {call.view}"
         return call.attend(call.asked(call.backend.store_rows(call.view, self.rows_TC, call.slots_T, self.prep)))
 
     def dense(self) -> DenseHeads:
