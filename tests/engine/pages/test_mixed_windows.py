@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import toolkit.unlike.targets  # noqa: F401 (its targets)
 import torch
 from toolkit.drafters import Substitute
 from toolkit.driver import Driver
@@ -74,6 +75,23 @@ def test_long_texts_are_what_transformers_writes(
         assert one.token_ids == other.token_ids
         assert one.stats.accepted_per_round == other.stats.accepted_per_round
     assert driver.cache_bytes < Driver(whole).cache_bytes
+
+
+@pytest.mark.slow_cases
+@pytest.mark.parametrize(
+    ("target", "spec", "page_size"), [("gemma", TREE, 4), ("mimo", CHAIN, 1), ("gemma-small", TREE, 16)], ids=str
+)
+def test_unlike_heads(zoo: Zoo, target: str, spec: SpecConfig, page_size: int) -> None:
+    """Each group of layers has slots of its own, and its own widths of heads.  Long paths are accepted in the end."""
+    decoder = mixed(zoo, target, "eagle3", spec, page_size)
+    driver, prompts = Driver(decoder), PROMPTS[:2] + PROMPTS[3:]
+    outputs = decoder.generate(prompts, SAMPLING)
+    assert [out.token_ids for out in outputs] == [zoo.greedy(target, prompt, LENGTH) for prompt in prompts]
+    texts = {tuple(out.prompt_token_ids): out.token_ids for out in outputs}
+    driver.replace_drafter(Substitute(driver, spec, "oracle", 40, texts))
+    for out in decoder.generate(prompts, SamplingParams(max_tokens=24)):
+        assert out.token_ids == texts[tuple(out.prompt_token_ids)][:24] and out.stats.accepted > 12
+    driver.assert_nothing_leaked()
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
-"""Caches of targets with unlike heads: rings, kept pages, 8 bits, and any numbers and widths of heads.
+"""Caches of targets with unlike heads: kept pages, 8 bits, and any numbers and widths of heads.
 
-Keeps out: a ring's slot that holds another kind's bytes, an accepted path that is moved in one kind's layers alone, scales that
+Keeps out: an accepted path that is moved in one kind's layers alone, scales that
 are taken for another kind's, and a kept page whose windowed layers are another text's.
 """
 
@@ -16,7 +16,6 @@ from toolkit.driver import Driver
 from toolkit.families import assert_greedy, eager
 from toolkit.models import Zoo, ragged_prompts
 from toolkit.oracles.texts import hold_text_after_shared_prefixes
-from toolkit.pages import ring_passes_take
 from toolkit.unlike.targets import save_unlike
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
@@ -30,30 +29,6 @@ from specdec.models.kv import cache_layout
 from specdec.models.registry import choose_target
 
 PROMPTS = [[5, 9, 2], [*range(1, 38), *range(30)], [4, 8] * 20]  # some longer than a ring
-
-
-@pytest.mark.slow_cases
-@pytest.mark.parametrize(
-    ("target", "spec", "page_size"),
-    [("gemma", SpecConfig(3, 4, 12), 4), ("mimo", SpecConfig(4, 1, 5), 1), ("gemma-small", SpecConfig(3, 4, 12), 16)],
-    ids=str,
-)
-def test_windowed_layers_go_around_a_ring(
-    zoo: Zoo, monkeypatch: pytest.MonkeyPatch, target: str, spec: SpecConfig, page_size: int
-) -> None:
-    """Each group of layers has slots of its own, and its own widths.  Slots that nobody has written hold NaN."""
-    ring_passes_take(8, monkeypatch)
-    decoder = zoo.decoder(target, "eagle3", spec, page_size=page_size, max_seq_len=240, max_batch_size=3)
-    driver = Driver(decoder)
-    assert driver.ring is None and driver.local_ring is not None and driver.local_ring * page_size < 60
-    driver.poison_free_slots(torch.nan)
-    outputs = decoder.generate(PROMPTS, SamplingParams(max_tokens=36))
-    assert [out.token_ids for out in outputs] == [zoo.greedy(target, prompt, 36) for prompt in PROMPTS]
-    texts = {tuple(out.prompt_token_ids): out.token_ids for out in outputs}
-    driver.replace_drafter(Substitute(driver, spec, "oracle", 40, texts))
-    for out in decoder.generate(PROMPTS, SamplingParams(max_tokens=24)):
-        assert out.token_ids == texts[tuple(out.prompt_token_ids)][:24] and out.stats.accepted > 12
-    driver.assert_nothing_leaked()
 
 
 @pytest.mark.slow_cases
