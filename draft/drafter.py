@@ -121,6 +121,15 @@ class DraftModel(nn.Module, ABC):
         """The shape of trees where nobody names one."""
         return SpecConfig()
 
+    def resolved(self, spec: SpecConfig) -> SpecConfig:
+        """What rounds make of a shape.  ValueError if it says something that means nothing for this drafter."""
+        if spec.max_depth is not None:
+            raise ValueError(
+                f"max_depth says how deep paths of other sources reach, and the drafter is the only one here; got "
+                f"max_depth={spec.max_depth}; nearest settings that work: max_depth=None, or draft=[DRAFT, 'suffix']"
+            )
+        return spec
+
     def shapes(self, spec: SpecConfig, warns: bool = False) -> tuple[SpecConfig, ...]:
         """The shapes among those of `spec` that it can grow.  ValueError if it can grow none of them.
 

@@ -1,12 +1,14 @@
-"""Finds and opens the drafter that a caller names: a kind with a name by it, a head by its folder or hub id."""
+"""Finds and opens what a caller names to draft: a kind by its name, a head by its folder or hub id, or several sources."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from specdec.checks import nearest_name
 from specdec.draft.formats.open import HowToRead
-from specdec.draft.kind import OpenDrafter
+from specdec.draft.kind import SUFFIX, Draft, OpenDrafter
 from specdec.draft.kinds import KINDS, all_kinds, kind_of
 from specdec.draft.load import HeadDrafter
 from specdec.models.checkpoints.checkpoint import resolve_folder
@@ -29,24 +31,54 @@ def head_folder(draft: str | Path) -> Path:
         raise ValueError(f"{error}; nearest setting that works: draft={None if meant == 'None' else meant!r}") from None
 
 
-def find_drafter(draft: str | Path | None, options: EngineOptions) -> str | Path | None:
+class Joined(NamedTuple):
+    """A drafter that was found, which is joined by matches in the request's own text."""
+
+    drafter: str | Path
+
+
+def find_drafter(draft: Draft, options: EngineOptions) -> str | Path | Joined | None:
     """The name of a kind, or the folder of a head; None for no drafter.  A hub is asked once, here.
 
     A folder that is called as a kind is named with its path: "./ngram".  ValueError or TypeError if there is no such drafter,
     or for an option that would do nothing.
     """
+    if isinstance(draft, list | tuple) or draft == SUFFIX:
+        sources = [draft] if isinstance(draft, str) else list(draft)
+        found = find_drafter(_joined(sources), options)
+        assert isinstance(found, str | Path)
+        return found if len(sources) == 1 else Joined(found)
+    assert draft is None or isinstance(draft, str | Path)
     if draft is None or kind_of(draft):
         refuse_idle(options, draft)
         return draft
     return head_folder(draft)
 
 
+def _joined(draft: Sequence[str | Path]) -> str | Path:
+    """The drafter among several sources.  ValueError if they are not one drafter, and at most once the text's own matches."""
+    named = [one for one in draft if one != SUFFIX]
+    if len(named) == 1 and not isinstance(named[0], str | Path):
+        raise TypeError(f"each source of draft must be a name or a folder, got {named[0]!r}; nearest setting: a string")
+    if len(named) != 1 or len(draft) > 2 or (len(draft) == 2 and named[0] == "ngram"):
+        alone = f"; nearest setting that works: draft={list(named[:1]) + [SUFFIX]!r}" if named and named[0] != "ngram" else ""
+        alone = alone or f"; nearest setting that works: draft='ngram', which is {SUFFIX!r} alone"
+        raise ValueError(f"several sources are one drafter and {SUFFIX!r}, got draft={list(draft)!r}{alone}")
+    return named[0]
+
+
 def open_drafter(
-    found: str | Path | None, options: EngineOptions, target: ModelConfig, target_folder: Path
+    found: str | Path | Joined | None, options: EngineOptions, target: ModelConfig, target_folder: Path
 ) -> OpenDrafter | None:
     """What `find_drafter` found, by its config and headers; None for no drafter."""
     if found is None:
         return None
+    if isinstance(found, Joined):
+        from specdec.draft.join.open import OpenJoined
+
+        own = open_drafter(found.drafter, options, target, target_folder)
+        assert own is not None
+        return OpenJoined(own)
     if kind := kind_of(found):
         return kind.open(target_folder, target)
 

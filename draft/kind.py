@@ -7,6 +7,7 @@ that `--help` can ask the kinds.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,6 +18,15 @@ if TYPE_CHECKING:
     from specdec.models.checkpoints.checkpoint import Checkpoint
     from specdec.models.config import ModelConfig
     from specdec.models.target import Target
+
+
+SUFFIX = "suffix"  # how a list of sources spells matches in the request's own text
+Draft = str | Path | Sequence[str | Path] | None  # how a caller names a drafter, or several sources
+
+
+def spelled(draft: Draft) -> str | None:
+    """A drafter or several sources in one line; None for no drafter."""
+    return None if draft is None else str(draft) if isinstance(draft, str | Path) else " + ".join(map(str, draft))
 
 
 class DrafterKind(ABC):

@@ -17,6 +17,7 @@ from typing import Any, NoReturn, TypeVar
 
 from specdec.config import SamplingParams, SpecConfig
 from specdec.decoder import SpecDecoder, check_one_prompt
+from specdec.draft.kind import Draft
 from specdec.engine.engine_thread import EngineThread
 from specdec.engine.output_queue import OutputQueue
 from specdec.engine.request import Request
@@ -52,7 +53,7 @@ class AsyncSpecDecoder:
     def from_pretrained(
         cls,
         target: str | Path,
-        draft: str | Path | None = None,
+        draft: Draft = None,
         spec: SpecConfig | None = None,
         *,
         options: EngineOptions | None = None,

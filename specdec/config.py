@@ -27,20 +27,26 @@ GraphMode = Literal["round", "step", False]  # one CUDA graph a round, one a pha
 
 @dataclass(frozen=True, init=False)
 class SpecConfig:
-    """The shape of the draft tree, in EAGLE's three numbers.
+    """The shape of the draft tree, in EAGLE's three numbers and, where a drafter is not the only source, a fourth.
 
     num_steps: S, levels of the tree (an accepted path holds at most S draft tokens).  "auto" chooses the shape of each round
     among `shapes`, or plain decoding, by batch size, from what rounds cost and how far drafts were accepted lately.
     topk: k, branches kept per level; 1 is a chain.  With "auto", the most of them; chains are chosen too.
     num_draft_tokens: nd, nodes verified per round, the root included; with "auto", the most of them.  None for what suits the
     other two: all of a chain, or the best 16 nodes of a tree, all if it has fewer.  Once made, it is always a number.
+    max_depth: the deepest level that paths of other sources than the drafter may reach; num_steps stays the drafter's own.
+    None: as deep as the nodes allow, where there are other sources.
     """
 
     num_steps: int | Literal["auto"]
     topk: int
     num_draft_tokens: int
+    max_depth: int | None
 
-    def __init__(self, num_steps: int | Literal["auto"] = 5, topk: int = 4, num_draft_tokens: int | None = None) -> None:
+    def __init__(
+        self, num_steps: int | Literal["auto"] = 5, topk: int = 4, num_draft_tokens: int | None = None,
+        max_depth: int | None = None,
+    ) -> None:  # fmt: skip
         if isinstance(num_steps, str) and num_steps != "auto":
             number = num_steps.strip()
             near = min(max(int(number), 1), MAX_STEPS) if number.isdecimal() and len(number) < 10 else "auto"
@@ -54,6 +60,10 @@ class SpecConfig:
             nd = most if k == 1 else min(16, most)
         else:
             nd = checks.require_int("num_draft_tokens", num_draft_tokens, 2, 1024)
+        if max_depth is not None:
+            depth = self._checked_depth(S, k, nd, max_depth)
+            checks.store(self, num_steps=S, topk=k, num_draft_tokens=nd, max_depth=depth)
+            return
         if k == 1 and nd != most and S != "auto":
             other = f", or num_steps={nd - 1}" if nd - 1 <= MAX_STEPS else ""
             raise ValueError(
@@ -71,7 +81,54 @@ class SpecConfig:
                 f"topk={k} would do nothing with num_steps='auto' and num_draft_tokens={nd}: a tree among those it chooses "
                 f"from has {MIN_NODES} nodes at least; nearest settings that work: topk=1, or num_draft_tokens={MIN_NODES}"
             )
-        checks.store(self, num_steps=S, topk=k, num_draft_tokens=nd)
+        checks.store(self, num_steps=S, topk=k, num_draft_tokens=nd, max_depth=None)
+
+    @staticmethod
+    def _checked_depth(S: int | Literal["auto"], k: int, nd: int, max_depth: int) -> int:
+        """max_depth beside the other three numbers.  ValueError if they do not fit."""
+        if S == "auto":
+            raise ValueError(
+                f"max_depth must be None with num_steps='auto', which chooses among trees of a drafter alone, got {max_depth}; "
+                "nearest setting that works: num_steps=5"
+            )
+        most, deepest = _candidates(S, k) + 1, min(nd - 1, MAX_STEPS)
+        if k == 1 and nd < most:
+            raise ValueError(
+                f"num_draft_tokens must be at least num_steps + 1 = {most} when topk=1 (a chain and its root), got {nd}; "
+                f"nearest setting that works: num_draft_tokens={most}"
+            )
+        depth = checks.require_int("max_depth", max_depth, min(S, deepest), deepest)
+        if nd > most and depth < nd - 1:
+            raise ValueError(
+                f"num_draft_tokens must be at most {max(most, depth + 1)} with max_depth={depth}: the drafter gives at most "
+                f"{most} nodes, and a path {depth + 1} with the root; got {nd}; nearest setting that works: "
+                f"num_draft_tokens={max(most, depth + 1)}"
+            )
+        return depth
+
+    @property
+    def levels(self) -> int:
+        """The most levels that a tree can have, whoever proposes them."""
+        return self.max_steps if self.max_depth is None else self.max_depth
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether trees are chains, whatever their tokens are."""
+        return self.topk == 1 and self.max_depth is None
+
+    @property
+    def of_drafter(self) -> SpecConfig:
+        """The shape that the drafter alone grows."""
+        if self.max_depth is None:
+            return self
+        most = _candidates(self.max_steps, self.topk) + 1
+        return SpecConfig(self.num_steps, self.topk, most if self.topk == 1 else min(most, self.num_draft_tokens))
+
+    def with_depth(self) -> SpecConfig:
+        """The shape with room for other sources: paths as deep as the nodes allow, unless it says how deep."""
+        if self.max_depth is not None:
+            return self
+        return SpecConfig(self.num_steps, self.topk, self.num_draft_tokens, min(self.num_draft_tokens - 1, MAX_STEPS))
 
     @property
     def is_auto(self) -> bool:
@@ -102,19 +159,19 @@ class SpecConfig:
 
     @property
     def label(self) -> str:
-        """S,k,nd: how tables name a shape."""
-        return f"{self.num_steps},{self.topk},{self.num_draft_tokens}"
+        """S,k,nd, and max_depth where it has one: how tables name a shape."""
+        depth = "" if self.max_depth is None else f",{self.max_depth}"
+        return f"{self.num_steps},{self.topk},{self.num_draft_tokens}{depth}"
 
     @property
     def lookahead(self) -> int:
         """How many KV slots after the last token that the host knows of must be free for rounds to write to.
 
         A round writes the nodes it verifies, the draft's branches, and the rows by which the draft follows the target.  It
-        may begin num_steps + 1 tokens later than the host knows, since the round before it has not been read yet.
+        may begin as many tokens later as a round emits at most, since the round before it has not been read yet.
         """
-        S = self.max_steps
-        round_writes = max(self.num_draft_tokens, self.topk * (S - 1), S + 1, MAX_PAUSE if self.is_auto else 0)
-        return round_writes + S + 1
+        emits, branches = self.levels + 1, self.topk * (self.max_steps - 1)
+        return max(self.num_draft_tokens, branches, emits, MAX_PAUSE if self.is_auto else 0) + emits
 
 
 def _candidates(steps: int, topk: int) -> int:

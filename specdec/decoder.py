@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from specdec.checks import require_bool
 from specdec.config import SamplingParams, SpecConfig
+from specdec.draft.kind import Draft
 from specdec.engine.request import Request
 from specdec.generation import Chunk, Generation
 from specdec.loaded import LoadedDecoder, per_prompt
@@ -44,7 +45,7 @@ class SpecDecoder(LoadedDecoder):
     def from_pretrained(
         cls,
         target: str | Path,
-        draft: str | Path | None = None,
+        draft: Draft = None,
         spec: SpecConfig | None = None,
         *,
         options: EngineOptions | None = None,
@@ -54,7 +55,8 @@ class SpecDecoder(LoadedDecoder):
 
         target, draft: folders or hub ids; the target also a GGUF file.  draft may also be "mtp", the target's own layers of
         multi-token prediction, or "ngram", a drafter without a checkpoint that repeats what followed the last tokens earlier in
-        the text; None: plain autoregressive decoding.
+        the text; None: plain autoregressive decoding.  A list of a drafter and "suffix" joins both: what the drafter proposes,
+        and what followed the last tokens earlier in the text, become one tree, of which the best nodes are verified.
         spec: the draft tree's shape; None: SpecConfig(), with fewer levels where the head drafts fewer tokens.
         options: all engine settings together.
         settings: engine settings by name, if there are no options.

@@ -253,7 +253,7 @@ class RunRound:
     @property
     def depths(self) -> int:
         """How many levels its trees have."""
-        return min(self.spec.max_steps, self.drafted) if self.spec else 0
+        return min(self.spec.levels, self.drafted) if self.spec else 0
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,11 @@ The published widths, bf16, states in float32: of gated, Qwen3.5-27B's, of kimi,
 Nemotron-3-Nano's (recurrent_rules.py).  Times are medians of replays of CUDA graphs of CALLS layers, each with states of its
 own, so that none lies in the L2 cache.  The limit is the time to move at 4.48 TB/s one read and one write of each row's state,
 the nodes' inputs and outputs, what PENDING of the nodes before have left, and what the nodes leave; of a prompt, the state and
-the tokens' inputs and outputs.  --all tries other tiles: choose from them those of trees (of gated, `tree_tiles` in
-specdec/ops/recurrent/trees/rule_triton.py and `hopper_tiles` beside it; `kimi_tiles` in kimi/launch.py, `ssd_tiles` in
-mamba/ssd_tree_triton.py), those of parts (chunks/launch.py, kimi/launch.py, mamba/launch.py), and ONE, CHAIN, TREE, CHUNK
-(conv_triton.py).
+the tokens' inputs and outputs.  Where the convolution and the rule are one launch, the rule's time is that of both.  --all
+tries other tiles: choose from them those of trees (of gated, `tree_tiles` in specdec/ops/recurrent/trees/rule_triton.py and
+`hopper_tiles` beside it; `kimi_tiles` and `kimi_hopper_tiles` in kimi/launch.py; `ssd_tiles` in mamba/ssd_tree_triton.py, and
+`step_tiles` and `ssd_hopper_tiles` beside it), those of parts (chunks/launch.py, kimi/parts/launch.py, mamba/launch.py), and
+ONE, CHAIN, TREE, CHUNK (conv_triton.py).
 
 Shapes: B rows, N nodes.
 """
@@ -113,11 +114,13 @@ def measure_tree(rule: MeasuredRule, B: int, N: int, every: bool, device: torch.
     def of(y: Tensor, call: int, tiles: Any = None) -> Tensor:
         memory = world.layers[call].rule
         assert memory is not None
+        if rule.is_joined(N):
+            return rule.convolved_trees(world.x, world.conv, world.gates, world.layers[call], steps, tiles)
         return rule.trees(y, world.gates, memory, steps, tiles)
 
     def whole(call: int) -> None:
-        convolved = tree_convolution(world.x, world.conv, world.layers[call].conv, steps)
-        rule.norm(of(convolved, call), world.z, world.norm)
+        out = rule.convolved_trees(world.x, world.conv, world.gates, world.layers[call], steps)
+        rule.norm(out, world.z, world.norm)
 
     layers, conv, memory = world.layers, world.conv, world.layers[0].rule
     assert memory is not None
@@ -126,7 +129,9 @@ def measure_tree(rule: MeasuredRule, B: int, N: int, every: bool, device: torch.
     row = {
         "rows": B, "nodes": N, "limit": limit_us(rule, B, N), "tiles": rule.own_tiles(y, memory, B, N),
         "layer": time_calls(whole),
-        "convolution": time_calls(lambda call: tree_convolution(world.x, conv, layers[call].conv, steps)),
+        "convolution": 0.0 if rule.is_joined(N) else time_calls(
+            lambda call: tree_convolution(world.x, conv, layers[call].conv, steps)
+        ),
         "rule": time_calls(lambda call: of(y, call)),
         "norm": time_calls(lambda _: rule.norm(out, world.z, world.norm)),
     }  # fmt: skip

@@ -16,23 +16,25 @@ from torch import Tensor
 
 from specdec.models.recurrent.sizes import RecurrentConfig, RuleSizes
 from specdec.ops.recurrent.chunks.launch import ChunkTiles, chunk_tiles, launch_chunk_rule, launch_prepare, launch_scan
+from specdec.ops.recurrent.conv import Convolution, tree_convolution
 from specdec.ops.recurrent.gated_delta import Gates
 from specdec.ops.recurrent.gates.gated_norm import DELTA, KIMI, MAMBA, NormForm, gated_norm
-from specdec.ops.recurrent.kimi.launch import (
+from specdec.ops.recurrent.kimi.launch import KimiHopperTiles, KimiTiles, kimi_hopper_tiles, kimi_tiles, launch_kimi_trees
+from specdec.ops.recurrent.kimi.parts.launch import (
     KimiChunkTiles,
-    KimiTiles,
     kimi_chunk_tiles,
-    kimi_tiles,
     launch_kimi_parts,
     launch_kimi_prepare,
     launch_kimi_scan,
-    launch_kimi_trees,
 )
 from specdec.ops.recurrent.kimi_delta import KimiGates
 from specdec.ops.recurrent.mamba.launch import launch_ssd_parts, launch_ssd_prepare, launch_ssd_scan, ssd_chunk_tiles
+from specdec.ops.recurrent.mamba.ssd_hopper_tiles import SsdHopperTiles, ssd_hopper_tiles
+from specdec.ops.recurrent.mamba.ssd_hopper_tiles import takes as takes_ssd
+from specdec.ops.recurrent.mamba.ssd_step_triton import StepTiles, launch_convolved_step, step_tiles
 from specdec.ops.recurrent.mamba.ssd_tree_triton import SsdTiles, launch_ssd_tree, ssd_tiles
 from specdec.ops.recurrent.ssd import SsdGates
-from specdec.ops.recurrent.states import ChunkSteps, RuleStates, TreeSteps
+from specdec.ops.recurrent.states import ChunkSteps, LayerStates, RuleStates, TreeSteps
 from specdec.ops.recurrent.trees.hopper_tiles import HopperTiles, hopper_tiles, takes
 from specdec.ops.recurrent.trees.rule_triton import RuleTiles, launch_tree_rule, tree_tiles
 
@@ -86,9 +88,20 @@ class MeasuredRule(ABC):
     @abstractmethod
     def inputs(self, tokens: int, device: torch.device) -> Inputs: ...
 
+    def is_joined(self, nodes: int) -> bool:
+        """Whether the convolution over trees of so many nodes, and the rule, are one launch."""
+        return False
+
     @abstractmethod
     def trees(self, y_TC: Tensor, gates: Any, memory: RuleStates, steps: TreeSteps, tiles: Any = None) -> Tensor:
         """Outputs [T, H, V]."""
+
+    def convolved_trees(
+        self, x_TC: Tensor, conv: Convolution, gates: Any, layer: LayerStates, steps: TreeSteps, tiles: Any = None
+    ) -> Tensor:
+        """The same, of what the convolution reads, as a layer launches it."""
+        assert layer.rule is not None
+        return self.trees(tree_convolution(x_TC, conv, layer.conv, steps), gates, layer.rule, steps, tiles)
 
     @abstractmethod
     def own_tiles(self, y_TC: Tensor, memory: RuleStates, rows: int, nodes: int) -> Any:
@@ -187,9 +200,12 @@ class KimiDelta(MeasuredRule):
         (64, 64, 4, 4), (32, 32, 4, 8, 3, 64), (32, 64, 4, 2), (32, 64, 4, 4, 2, 64), (32, 32, 8, 8), (32, 64, 4, 8, 2, 64),
         (32, 32, 4, 4, 2, 64), (64, 64, 4, 8, 2, 64), (64, 64, 8, 4), (16, 64, 2, 4, 2, 32),
     )]  # fmt: skip
+    on_hopper = [KimiHopperTiles(*each) for each in (
+        (4, 0), (4, 128, True), (4, 168, True), (8, 0), (8, 0, True), (8, 128, True),
+    )]  # fmt: skip
     chunk_tiles = [KimiChunkTiles(*each) for each in (
-        (64, 64, 4, 2, 4, 32), (64, 64, 4, 1, 8, 32), (64, 64, 4, 2, 8, 64), (64, 64, 8, 2, 8, 64), (64, 32, 4, 2, 4, 64),
-        (32, 64, 4, 3, 4, 32), (32, 64, 4, 2, 4, 64), (32, 32, 4, 2, 2, 64),
+        (64, 64, 4, 2, 4, 32), (64, 64, 4, 1, 8, 32), (64, 64, 8, 2, 8, 64), (64, 32, 8, 2, 4, 64), (64, 32, 4, 2, 4, 64),
+        (32, 64, 4, 3, 4, 32), (32, 64, 4, 2, 4, 64), (64, 64, 4, 2, 4, 32, 32, True), (64, 32, 8, 2, 4, 32, 32, True),
     )]  # fmt: skip
 
     @property
@@ -206,7 +222,11 @@ class KimiDelta(MeasuredRule):
         return launch_kimi_trees(y_TC, gates, memory, steps, tiles=tiles)
 
     def own_tiles(self, y_TC: Tensor, memory: RuleStates, rows: int, nodes: int) -> Any:
-        return kimi_tiles(rows, nodes, self.rule.value_heads)
+        H = self.rule.value_heads
+        return kimi_hopper_tiles(rows, nodes, H) if takes(y_TC, memory, nodes) else kimi_tiles(rows, nodes, H)
+
+    def tried_tiles(self, y_TC: Tensor, memory: RuleStates, nodes: int) -> Sequence[Any]:
+        return [*super().tried_tiles(y_TC, memory, nodes), *(self.on_hopper if takes(y_TC, memory, nodes) else ())]
 
     def own_chunk_tiles(self, y_TC: Tensor) -> Any:
         return kimi_chunk_tiles(y_TC, self.rule.key_width)
@@ -226,12 +246,15 @@ class Ssd(MeasuredRule):
 
     form = MAMBA
     biased = True
-    step_tiles = [SsdTiles(*each) for each in ((64, 64, 2), (64, 64, 4), (32, 64, 1), (32, 64, 2), (32, 64, 4), (16, 64, 1))]
+    step_tiles = [StepTiles(*each) for each in ((64, 2), (64, 4), (32, 1), (32, 2), (32, 4), (16, 1), (64, 2, 2), (64, 2, 4))]
     few_tiles = [SsdTiles(*each) for each in (
         (32, 128, 2), (32, 64, 4), (32, 64, 2), (64, 64, 4), (64, 128, 4), (16, 64, 1), (16, 128, 1), (32, 64, 2, 2),
     )]  # fmt: skip
     many_tiles = [SsdTiles(*each) for each in (
         (64, 64, 4), (64, 64, 8), (64, 32, 8), (64, 128, 4), (64, 32, 4), (32, 64, 4), (32, 128, 4), (32, 32, 4), (32, 64, 2),
+    )]  # fmt: skip
+    on_hopper = [SsdHopperTiles(*each) for each in (
+        (0, 0), (0, 1), (0, 1, True), (0, 2, True), (168, 1, True), (168, 2, True), (128, 2), (128, 2, True),
     )]  # fmt: skip
     chunk_tiles = [ChunkTiles(*each) for each in (
         (64, 64, 4, 2, 8), (64, 64, 4, 2, 4), (64, 64, 4, 3, 8), (64, 64, 8, 2, 8), (64, 32, 4, 3, 8), (64, 32, 4, 2, 8),
@@ -255,8 +278,28 @@ class Ssd(MeasuredRule):
     def trees(self, y_TC: Tensor, gates: Any, memory: RuleStates, steps: TreeSteps, tiles: Any = None) -> Tensor:
         return launch_ssd_tree(y_TC, gates, memory, steps, tiles=tiles)
 
+    def is_joined(self, nodes: int) -> bool:
+        return nodes == 1
+
+    def convolved_trees(
+        self, x_TC: Tensor, conv: Convolution, gates: Any, layer: LayerStates, steps: TreeSteps, tiles: Any = None
+    ) -> Tensor:
+        if self.is_joined(steps.parents_BN.shape[1]):
+            return launch_convolved_step(x_TC, conv, gates, layer, steps, tiles)
+        return super().convolved_trees(x_TC, conv, gates, layer, steps, tiles)
+
     def own_tiles(self, y_TC: Tensor, memory: RuleStates, rows: int, nodes: int) -> Any:
-        return ssd_tiles(rows, nodes, self.rule.value_heads, self.rule.key_width)
+        H, K = self.rule.value_heads, self.rule.key_width
+        if nodes == 1:
+            return step_tiles(rows, H, K)
+        return (
+            ssd_hopper_tiles(rows, nodes, H, self.rule.value_width)
+            if takes_ssd(y_TC, memory, nodes)
+            else ssd_tiles(rows, nodes, H, K)
+        )
+
+    def tried_tiles(self, y_TC: Tensor, memory: RuleStates, nodes: int) -> Sequence[Any]:
+        return [*super().tried_tiles(y_TC, memory, nodes), *(self.on_hopper if takes_ssd(y_TC, memory, nodes) else ())]
 
     def own_chunk_tiles(self, y_TC: Tensor) -> Any:
         return ssd_chunk_tiles(y_TC, self.rule.key_width)

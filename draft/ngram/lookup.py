@@ -50,13 +50,22 @@ class Matches(NamedTuple):
 
 def find_matches(text: PagedTexts, count: int) -> Matches:
     """The best `count` places (M) of each text.  A place whose last entry is another token has length 0, and counts too."""
+    return matches_of(best_keys(text, count))
+
+
+def best_keys(text: PagedTexts, count: int) -> Tensor:
+    """[B, M] int64: the keys of the best places, see `match_keys`."""
     if use_index_kernels(text.lens_B):
         from specdec.draft.ngram.lookup_triton import launch_match_keys
 
         keys_BX = launch_match_keys(text, count)
     else:
         keys_BX = match_keys(text)
-    best_BM = keys_BX.topk(count, dim=1).values
+    return keys_BX.topk(count, dim=1).values
+
+
+def matches_of(best_BM: Tensor) -> Matches:
+    """What keys stand for."""
     return Matches(best_BM & (2**SHIFT - 1), best_BM >> SHIFT, best_BM >= 0)
 
 

@@ -29,8 +29,8 @@ def best_nodes(candidates: Candidates, root_B: Tensor, num_draft_tokens: int, nu
     if candidates.scores_BC.shape[1] <= MAX_KERNEL_CANDIDATES and use_kernels(candidates.scores_BC):
         from specdec.draft.tree.build_tree_triton import launch_best_nodes
 
-        tokens_BN, parents_BN = launch_best_nodes(candidates, root_B, num_draft_tokens)
-        return DraftTree(tokens_BN, parents_BN, max_depth)
+        tokens_BN, parents_BN, kept_BN = launch_best_nodes(candidates, root_B, num_draft_tokens)
+        return DraftTree(tokens_BN, parents_BN, max_depth, scores_BN=kept_BN)
     scores_BC = candidates.scores_BC.nan_to_num(-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     _, chosen_BM = stable_topk(scores_BC, num_draft_tokens - 1)
     chosen_BM = chosen_BM.sort(dim=1).values
@@ -39,4 +39,5 @@ def best_nodes(candidates: Candidates, root_B: Tensor, num_draft_tokens: int, nu
     nodes_BM = torch.searchsorted(chosen_BM, parents_BM) + (parents_BM >= 0)
     tokens_BN = torch.cat((root_B[:, None], candidates.tokens_BC.gather(1, chosen_BM)), dim=1)
     parents_BN = torch.cat((torch.zeros_like(root_B)[:, None], nodes_BM), dim=1)
-    return DraftTree(tokens_BN, parents_BN, max_depth)
+    kept_BN = torch.cat((torch.zeros_like(scores_BC[:, :1]), scores_BC.gather(1, chosen_BM)), dim=1)
+    return DraftTree(tokens_BN, parents_BN, max_depth, scores_BN=kept_BN)

@@ -30,6 +30,7 @@ def best_nodes_kernel(
     root,  # [B] int64
     tokens,  # [B, N] int64
     parents,  # [B, N] int64
+    scores,  # [B, N] float32
     stride_b,
     count,  # candidates
     num_nodes,  # N
@@ -63,21 +64,26 @@ def best_nodes_kernel(
 
     tokens += b * num_nodes
     parents += b * num_nodes
+    scores += b * num_nodes
+    tl.store(scores + node_C, score_C, mask=chosen_C)
+    tl.store(scores, 0.0)
     tl.store(tokens + node_C, token_C, mask=chosen_C)
     tl.store(parents + node_C, above_node_C.to(tl.int64), mask=chosen_C)
     tl.store(tokens, tl.load(root + b))
     tl.store(parents, tl.zeros([], tl.int64))
 
 
-def launch_best_nodes(candidates: Candidates, root_B: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
-    """`build_tree.best_nodes`: (tokens_BN, parents_BN), int64."""
+def launch_best_nodes(candidates: Candidates, root_B: Tensor, num_nodes: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`build_tree.best_nodes`: (tokens_BN, parents_BN), int64, and scores_BN, float32."""
     B, C = candidates.scores_BC.shape
     assert num_nodes - 1 <= C and root_B.is_contiguous()
     tokens_BN, parents_BN = (torch.empty(B, num_nodes, dtype=torch.int64, device=root_B.device) for _ in range(2))
+    scores_BN = torch.empty(B, num_nodes, dtype=torch.float32, device=root_B.device)
     block = max(32, triton.next_power_of_2(C))
     best_nodes_kernel[(B,)](
         candidates.tokens_BC, candidates.scores_BC, candidates.parents_BC, root_B, tokens_BN, parents_BN,
+        scores_BN,
         candidates.scores_BC.stride(0), C, num_nodes,
         BLOCK=block, num_warps=max(1, min(16, block // 256)), **chained(root_B.device),
     )  # fmt: skip
-    return tokens_BN, parents_BN
+    return tokens_BN, parents_BN, scores_BN

@@ -21,6 +21,8 @@ class DraftTree:
     parents_BN: int64, each node's parent; the root is its own parent.
     max_depth: the deepest level that can occur; known to the host.
     is_chain: whether node n's parent is node n - 1 in every sequence, so nodes are in order of position; known to the host.
+    scores_BN: float32, for each node the logarithm of its survival, as its drafter estimates it: of the probability that it is
+        accepted.  The root's is 0, and a node's is at most its parent's.  None: the drafter makes no estimate.
 
     Depths and masks follow from the parents, and are computed when they are asked for.  Kernels walk the parents instead.
     """
@@ -29,6 +31,7 @@ class DraftTree:
     parents_BN: Tensor
     max_depth: int
     is_chain: bool = False
+    scores_BN: Tensor | None = None
 
     @property
     def num_nodes(self) -> int:

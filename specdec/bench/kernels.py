@@ -42,7 +42,8 @@ PATTERNS = (  # the first pattern that occurs in a kernel's short name says its 
     (TREE, r"(?<!s)top|sort|radix|scan|merge|level|expand|fork|grow|best|narrow|cutoff|tables|tokens|accept|move|rows"),
     (
         TREE,
-        r"gather|scatter|index|search|softmax|reduce|noise|perturb|arrange|logits|chain|round|last_positions|match_keys|prepend|^pack_",
+        r"gather|scatter|index|search|softmax|reduce|noise|perturb|arrange|logits|chain|round|last_positions|match_keys|prepend|^pack_"
+        r"|^(paths|join|learn|halve_counts)_kernel",
     ),
     (NORM, r"elementwise|copy|cat|fill|arange|roll"),
 )

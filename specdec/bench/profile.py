@@ -103,7 +103,7 @@ class Workload:
 
 def rounds_in(max_tokens: int, spec: SpecConfig | None) -> int:
     """Rounds that can be measured in one run, however many tokens are accepted.  The last round of a run is left out."""
-    return (max_tokens - 1) // (spec.max_steps + 1 if spec else 1) - FILL - 1
+    return (max_tokens - 1) // (spec.levels + 1 if spec else 1) - FILL - 1
 
 
 def full_rounds(workload: Workload, step: Callable[[], T], rounds: int = ROUNDS) -> list[tuple[T, float]]:

@@ -29,6 +29,7 @@ from specdec.checks import require_float, require_int
 from specdec.config import SamplingParams, SpecConfig
 from specdec.decoder import SpecDecoder
 from specdec.draft.drafter import DraftModel
+from specdec.draft.kind import Draft, spelled
 from specdec.loading.about.machine import machine_facts, steal_and_total, versions
 from specdec.loading.build import free_memory
 from specdec.loading.drafters import drafter_line, smoke_check
@@ -61,7 +62,7 @@ class BenchOptions:
     """
 
     target: str | Path
-    draft: str | Path | None
+    draft: Draft
     prompts: Sequence[FilePrompt]
     prompts_source: str
     specs: Sequence[SpecConfig]
@@ -296,7 +297,7 @@ def _settings(options: BenchOptions, settings: EngineSettings, config: ModelConf
     sampling = options.effective_sampling
     return {
         "target": str(options.target),
-        "draft": None if options.draft is None else str(options.draft),
+        "draft": spelled(options.draft),
         **settings.by_option(),
         "attention_reason": settings.attention_backend.reason,
         "backend_reason": settings.target_backend_reason,

@@ -53,7 +53,7 @@ def warm_up(
     session.capture_rounds(prompts, sampling[0])
     laps.lap("capturing rounds")
     count = settings.options.max_batch_size
-    most = 1 + SHORT_ROUNDS * (spec.max_steps + 1 if spec else 1)
+    most = 1 + SHORT_ROUNDS * (spec.levels + 1 if spec else 1)
     for speculate in sides:
         session.generate(prompts[:count], [_shortened(params, most) for params in sampling[:count]], speculate=speculate)
     if spec is not None and spec.is_auto:

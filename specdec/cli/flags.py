@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from specdec.checks import nearest_name, read_some
 from specdec.cli.terminal.output import complain
 from specdec.config import SAMPLING_OPTIONS, SamplingParams, SpecConfig, idle_options
+from specdec.draft.kind import Draft
 from specdec.draft.kinds import listed
 from specdec.options import EngineOptions, setting_of
 
@@ -54,6 +55,15 @@ class StoreOnce(argparse.Action):
         if getattr(namespace, self.dest) is not None:
             parser.error(f"argument {option}: expected one value, got two; only specdec bench and eval-head take several")
         setattr(namespace, self.dest, values)
+
+
+class StoreSources(argparse.Action):
+    """Stores a drafter, or a list of several sources."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: Any = None) -> None:
+        before = getattr(namespace, self.dest)
+        several = [] if before is None else before if isinstance(before, list) else [before]
+        setattr(namespace, self.dest, [*several, values] if several else values)
 
 
 # ---- prompts ----
@@ -128,10 +138,17 @@ def add_engine_flags(parser: argparse.ArgumentParser, command: str) -> None:
     group = parser.add_argument_group("models and engine", "; ".join(filter(None, decided)) or None)
     target = "folder or hub id of the model, or a GGUF file; default: the pair that ships with specdec"
     group.add_argument("--target", type=not_empty, metavar="DIR", help=target)
-    kinds = listed(lambda kind: kind.help)
-    draft = f"folder or hub id of its draft head, or {kinds}; without it, a --target decodes plainly"
-    group.add_argument("--draft", type=not_empty, metavar="DIR", help=draft)
+    add_draft_flag(group, "without it, a --target decodes plainly")
     add_option_flags(group, EngineOptions, [item.name for item in fields(EngineOptions) if decided_by(item, command)])
+
+
+def add_draft_flag(group: argparse._ActionsContainer, without: str) -> None:
+    """--draft, of which there may be two.  without: what happens without it."""
+    kinds = listed(lambda kind: kind.help)
+    draft = (
+        f"folder or hub id of its draft head, or {kinds}; once more as `--draft suffix` to join matches in the text; {without}"
+    )
+    group.add_argument("--draft", type=not_empty, action=StoreSources, metavar="DIR", help=draft)
 
 
 def add_option_flags(group: argparse._ActionsContainer, options: type, without: Sequence[str]) -> None:
@@ -152,7 +169,7 @@ def engine_of(args: argparse.Namespace, **decided: Any) -> EngineOptions:
     return EngineOptions(**given, **decided)
 
 
-def pair_of(args: argparse.Namespace, needs_draft: Sequence[str]) -> tuple[str | Path, str | Path | None]:
+def pair_of(args: argparse.Namespace, needs_draft: Sequence[str]) -> tuple[str | Path, Draft]:
     """Target and draft; the draft is None where a target was given alone.
 
     needs_draft: flags that were given and would do nothing then, which is an error.
@@ -233,16 +250,16 @@ def _one_of(spelled: dict[str, Any]) -> Callable[[str], Any]:
 
 
 def tree_shape(text: str) -> SpecConfig:
-    """S,k,nd or S,k."""
+    """S,k,nd or S,k, or S,k,nd,depth for several sources."""
     try:
-        steps, topk, *nodes = (part if part == "auto" and not i else int(part) for i, part in enumerate(text.split(",")))
-        if len(nodes) > 1:
+        steps, topk, *more = (part if part == "auto" and not i else int(part) for i, part in enumerate(text.split(",")))
+        if len(more) > 2:
             raise ValueError
     except ValueError:
         raise argparse.ArgumentTypeError(
             f"expected S,k,nd such as 5,4,16, or S,k such as 5,4, or auto,4,16: only S can be auto; got {text!r}"
         ) from None
-    given = dict(zip(("num_steps", "topk", "num_draft_tokens"), (steps, topk, *nodes)))
+    given = dict(zip(("num_steps", "topk", "num_draft_tokens", "max_depth"), (steps, topk, *more)))
     try:
         return SpecConfig(**given)  # type: ignore[arg-type]  # "auto" is the first alone
     except ValueError as error:

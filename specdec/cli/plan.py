@@ -9,10 +9,9 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from specdec.checks import bytes_of
-from specdec.cli.flags import SPEC_HELP, StoreOnce, add_option_flags, not_empty, pair_of, tree_shape
+from specdec.cli.flags import SPEC_HELP, StoreOnce, add_draft_flag, add_option_flags, not_empty, pair_of, tree_shape
 from specdec.cli.terminal.output import console
 from specdec.cli.terminal.waiting import over
-from specdec.draft.kinds import listed
 from specdec.options import EngineOptions, setting_of
 
 if TYPE_CHECKING:
@@ -37,8 +36,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     target = "folder or hub id of the model, or a GGUF file; default: the shipped pair"
     add("--target", type=not_empty, metavar="DIR", help=target)
-    draft = f"folder or hub id of its draft head, or {listed(lambda kind: kind.name)}; without it, a --target is planned alone"
-    add("--draft", type=not_empty, metavar="DIR", help=draft)
+    add_draft_flag(parser, "without it, a --target is planned alone")
     add("--spec", type=tree_shape, action=StoreOnce, metavar="S,k,nd", help=f"{SPEC_HELP}; default: that of generate")
     add("--context", type=int, metavar="N", help="the most tokens of one request; default: what the model was made for")
     add("--batch", type=int, default=8, metavar="N", help="the most requests at once; default: 8")

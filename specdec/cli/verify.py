@@ -13,6 +13,7 @@ from specdec.cli import flags
 from specdec.cli.terminal.output import check_files, console, json_writer, write_files
 from specdec.cli.terminal.waiting import over
 from specdec.config import SamplingParams
+from specdec.draft.kind import Draft, spelled
 
 if TYPE_CHECKING:
     from specdec.decoder import SpecDecoder
@@ -53,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _load(
-    args: argparse.Namespace, target: str | Path, draft: str | Path, sampling: SamplingParams
+    args: argparse.Namespace, target: str | Path, draft: Draft, sampling: SamplingParams
 ) -> tuple[SpecDecoder, list[list[int]], dict[str, Any]]:
     """The decoder, with room for the longest prompt; the prompts' ids; and what is verified with which versions."""
     from specdec import shipped
@@ -75,7 +76,7 @@ def _load(
     engine = replace(engine, max_seq_len=length)
     facts = {
         "target": str(target),
-        "draft": str(draft),
+        "draft": spelled(draft),
         "prompts_from": prompt_facts(prompts, listed, str(source), chat=args.chat),
         "versions": versions() | {"specdec": __version__},
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

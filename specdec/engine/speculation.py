@@ -56,7 +56,7 @@ class Speculation:
     @property
     def most_emitted(self) -> int:
         """The most tokens that a round emits in a row."""
-        return 1 + max((shape.max_steps for shape in self.shapes), default=0)
+        return 1 + max((shape.levels for shape in self.shapes), default=0)
 
     def is_too_long(self, tokens: int) -> bool:
         """Whether nothing is drafted in a text of so many tokens."""

@@ -93,7 +93,7 @@ def mixing(
     is_captured = settings.cuda_graphs and backend.reads_no_lengths and settings.target_backend == "native"
     is_alone = model.group.size == 1 and config.encoder is None and not settings.numerics.is_invariant
     reads_heads = not config.keeps_latents and config.max_read is None and config.recurrent is None
-    is_chain = head is None or (spec is not None and not spec.is_auto and spec.topk == 1)
+    is_chain = head is None or (spec is not None and not spec.is_auto and spec.is_chain)
     return Mixing(least) if least and is_captured and is_alone and reads_heads and is_chain else None
 
 
@@ -173,7 +173,7 @@ def _drafter_context(head: DraftModel, backend: Backend, settings: EngineSetting
     spec = settings.spec
     assert spec is not None
     # A round may begin a round's tokens later than the host knows.
-    assert head.slots(spec) + spec.max_steps + 1 <= settings.lookahead, "this drafter needs more look-ahead"
+    assert head.slots(spec) + spec.levels + 1 <= settings.lookahead, "this drafter needs more look-ahead"
     return DrafterContext(
         spec=spec,
         shapes=head.shapes(spec),

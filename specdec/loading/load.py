@@ -21,7 +21,7 @@ from specdec.attention.needs import architecture_of
 from specdec.config import SpecConfig
 from specdec.draft.drafter import DraftModel
 from specdec.draft.find import find_drafter, open_drafter
-from specdec.draft.kind import OpenDrafter
+from specdec.draft.kind import Draft, OpenDrafter
 from specdec.loading.resolve import EngineSettings, choose_attention, resolve_settings
 from specdec.loading.threads import allowed_threads, threads_for, using_threads
 from specdec.models.checkpoints.checkpoint import Checkpoint, resolve_target
@@ -57,7 +57,7 @@ class CheckedPair(NamedTuple):
 
 
 def check_pair(
-    target: str | Path, draft: str | Path | None, spec: SpecConfig | None, options: EngineOptions, *, warns: bool = True
+    target: str | Path, draft: Draft, spec: SpecConfig | None, options: EngineOptions, *, warns: bool = True
 ) -> CheckedPair:
     """TypeError if spec is no SpecConfig.  ValueError if a folder, a checkpoint or a combination of options won't do.
 
@@ -85,9 +85,10 @@ def check_pair(
     if spec is None:
         settings = replace(settings, spec=drafter.model.default_shape())
     assert settings.spec is not None
+    settings = settings.with_drafter(drafter.model)
+    assert settings.spec is not None
     drafter.model.shapes(settings.spec, warns)
-    settings = replace(settings, attention_backend=choose_attention(settings, *pair.configs))
-    return pair._replace(settings=settings.with_drafter(drafter.model))
+    return pair._replace(settings=replace(settings, attention_backend=choose_attention(settings, *pair.configs)))
 
 
 def expert_sharing(settings: EngineSettings, chosen: TargetChoice, checkpoint: Checkpoint) -> ExpertSharing | None:
@@ -131,12 +132,12 @@ def require_spec(spec: SpecConfig | None) -> None:
     if spec is not None and not isinstance(spec, SpecConfig):
         raise TypeError(
             f"spec must be a SpecConfig, got {spec!r} of type {type(spec).__name__}; nearest setting that works: "
-            f"spec=SpecConfig({', '.join(map(repr, astuple(SpecConfig())))})"
+            f"spec=SpecConfig({', '.join(map(repr, astuple(SpecConfig())[:3]))})"
         )
 
 
 def load_pair(
-    target: str | Path, draft: str | Path | None, spec: SpecConfig | None, options: EngineOptions, group: Group = ALONE
+    target: str | Path, draft: Draft, spec: SpecConfig | None, options: EngineOptions, group: Group = ALONE
 ) -> tuple[Target, DraftModel | None, EngineSettings, Path]:
     """Both models on their device, the settings that they run with, and the target's folder (for its tokenizer).
 

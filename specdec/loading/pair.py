@@ -15,6 +15,7 @@ import torch
 from specdec.attention.needs import architecture_of
 from specdec.config import SpecConfig
 from specdec.draft.drafter import DraftModel
+from specdec.draft.kind import Draft
 from specdec.loading.load import check_pair, load_pair, require_spec, warn_of_slow_weights
 from specdec.loading.resolve import EngineSettings
 from specdec.models.config import ModelConfig
@@ -33,7 +34,7 @@ class WantedPair(NamedTuple):
     """What every rank loads its share of: see `load_pair`.  It is pickled."""
 
     target: str | Path
-    draft: str | Path | None
+    draft: Draft
     spec: SpecConfig | None
     options: EngineOptions
 

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 
 from specdec.config import SpecConfig
+from specdec.draft.kind import Draft
 from specdec.loading.devices import CHUNK_COST
 from specdec.loading.load import CheckedPair, check_pair, expert_sharing, require_lossless, warn_of_slow_weights
 from specdec.loading.memory import kv_page_bytes, layer_groups, plan_states, source_bytes
@@ -105,7 +106,7 @@ def capability_here() -> tuple[int, int]:
 
 def plan_memories(
     target: str | Path,
-    draft: str | Path | None,
+    draft: Draft,
     spec: SpecConfig | None,
     options: EngineOptions,
     memories: Sequence[int],

@@ -57,11 +57,14 @@ class EngineSettings:
     @property
     def lookahead(self) -> int:
         """Slots after the committed tokens that rounds in flight may write."""
-        return max(self.spec.lookahead, self.draft_slots + self.spec.max_steps + 1) if self.spec else 2
+        return max(self.spec.lookahead, self.draft_slots + self.spec.levels + 1) if self.spec else 2
 
     def with_drafter(self, head: DraftModel | None) -> EngineSettings:
-        """The same settings, with as much look-ahead as that drafter needs."""
-        return self if head is None or self.spec is None else replace(self, draft_slots=head.slots(self.spec))
+        """The same settings, with the shape that it makes of theirs, and as much look-ahead as that drafter needs."""
+        if head is None or self.spec is None:
+            return self
+        spec = head.resolved(self.spec)
+        return replace(self, spec=spec, draft_slots=head.slots(spec))
 
     def longest_encoder_input(self, target: ModelConfig) -> int:
         """The most tokens of a text that the target's encoder reads, no more than those of one request; 0 without one."""
@@ -353,7 +356,7 @@ def attention_needs(settings: EngineSettings, *configs: ModelConfig) -> Attentio
         Feature.ALIBI: any(kind.alibi for c in configs for kind in c.layer_kinds),
         Feature.ENCODER: target.encoder is not None,
         Feature.DETERMINISTIC: options.deterministic,
-        Feature.TREES: spec is not None and spec.topk > 1,
+        Feature.TREES: spec is not None and not spec.is_chain,
         Feature.CONTEXT_PARALLEL: options.decode_context_parallel_size > 1,
         Feature.SHARED_PREFIXES: options.prefix_caching,
     }

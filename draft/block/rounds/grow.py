@@ -32,7 +32,8 @@ def best_paths(logp_BSK: Tensor, tokens_BSK: Tensor, root_B: Tensor, num_nodes: 
     if num_nodes <= MAX_KERNEL_NODES and use_kernels(logp_BSK):
         from specdec.draft.block.rounds.grow_triton import launch_best_paths
 
-        return DraftTree(*launch_best_paths(logp_BSK, tokens_BSK, root_B, num_nodes), max_depth)
+        tokens_BN, parents_BN, kept_BN = launch_best_paths(logp_BSK, tokens_BSK, root_B, num_nodes)
+        return DraftTree(tokens_BN, parents_BN, max_depth, scores_BN=kept_BN)
     (B, S, K), M = logp_BSK.shape, num_nodes - 1
     logp_BSK = torch.where(logp_BSK >= MIN_SCORE, logp_BSK, MIN_SCORE)
     beam_BW, scores, tokens, parents, start = logp_BSK.new_zeros(B, 1), [], [], [], -1
@@ -44,13 +45,15 @@ def best_paths(logp_BSK: Tensor, tokens_BSK: Tensor, root_B: Tensor, num_nodes: 
         tokens.append(tokens_BSK[:, level].gather(1, chosen_BW % K))
         parents.append(start + chosen_BW // K)  # by number among all levels' nodes; the root is -1
         start += 1 if start < 0 else width
-    _, best_BM = stable_topk(torch.cat(scores, dim=1), M)
+    best_scores_BM, best_BM = stable_topk(torch.cat(scores, dim=1), M)
     above_BM = torch.cat(parents, dim=1).gather(1, best_BM)
     numbers_BC = torch.zeros(B, sum(map(_width, scores)), dtype=torch.int64, device=root_B.device)
     numbers_BC.scatter_(1, best_BM, torch.arange(1, M + 1, dtype=torch.int64, device=root_B.device).expand(B, M))
     parents_BM = torch.where(above_BM < 0, 0, numbers_BC.gather(1, above_BM.clamp(min=0)))
     tokens_BN = torch.cat((root_B[:, None], torch.cat(tokens, dim=1).gather(1, best_BM)), dim=1)
-    return DraftTree(tokens_BN, torch.cat((torch.zeros_like(root_B)[:, None], parents_BM), dim=1), max_depth)
+    parents_BN = torch.cat((torch.zeros_like(root_B)[:, None], parents_BM), dim=1)
+    kept_BN = torch.cat((torch.zeros_like(best_scores_BM[:, :1]), best_scores_BM), dim=1)
+    return DraftTree(tokens_BN, parents_BN, max_depth, scores_BN=kept_BN)
 
 
 def _width(x_BW: Tensor) -> int:

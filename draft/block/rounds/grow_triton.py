@@ -42,6 +42,7 @@ def best_paths_kernel(
     root,  # [B] int64
     tokens,  # [B, N] int64
     parents,  # [B, N] int64
+    scores,  # [B, N] float32
     levels,  # S
     num_nodes,  # N
     K: tl.constexpr,
@@ -54,11 +55,13 @@ def best_paths_kernel(
     token += b * levels * K
     tokens += b * num_nodes
     parents += b * num_nodes
+    scores += b * num_nodes
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     tl.store(tokens, tl.load(root + b))
     tl.store(parents, tl.zeros([], tl.int64))
+    tl.store(scores, 0.0)
     none = tl.full([], 0, tl.int32)
     score_F = tl.where(place == 0, ordered_32(_logp(logp, 0)), LOWEST_32)
     place_F = tl.where(place == 0, _place(none, none, none), -1)
@@ -73,6 +76,7 @@ def best_paths_kernel(
         level, parent, rank = ties // LEVEL, (ties % LEVEL) // PARENT, ties % PARENT
         tl.store(tokens + number, tl.load(token + level * K + rank))
         tl.store(parents + number, parent.to(tl.int64))
+        tl.store(scores + number, score)
         has_next, goes_on = rank + 1 < K, level + 1 < levels
         sibling = base + _logp(logp, tl.where(has_next, level * K + rank + 1, 0))
         child = score + _logp(logp, tl.where(goes_on, (level + 1) * K, 0))
@@ -84,13 +88,14 @@ def best_paths_kernel(
         base_F = tl.where(is_new_F, score.to(tl.int32, bitcast=True), base_F)
 
 
-def launch_best_paths(logp_BSK: Tensor, tokens_BSK: Tensor, root_B: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
-    """`grow.best_paths`: (tokens_BN, parents_BN), int64."""
+def launch_best_paths(logp_BSK: Tensor, tokens_BSK: Tensor, root_B: Tensor, num_nodes: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`grow.best_paths`: (tokens_BN, parents_BN), int64, and scores_BN, float32."""
     B, S, K = logp_BSK.shape
     assert logp_BSK.is_contiguous() and tokens_BSK.is_contiguous() and root_B.is_contiguous()
     tokens_BN, parents_BN = (torch.empty(B, num_nodes, dtype=torch.int64, device=root_B.device) for _ in range(2))
+    scores_BN = torch.empty(B, num_nodes, dtype=torch.float32, device=root_B.device)
     best_paths_kernel[(B,)](
-        logp_BSK, tokens_BSK, root_B, tokens_BN, parents_BN, S, num_nodes,
+        logp_BSK, tokens_BSK, root_B, tokens_BN, parents_BN, scores_BN, S, num_nodes,
         K=K, PADDED=max(32, triton.next_power_of_2(num_nodes)), num_warps=1, **chained(root_B.device),
     )  # fmt: skip
-    return tokens_BN, parents_BN
+    return tokens_BN, parents_BN, scores_BN

@@ -70,6 +70,11 @@ class RuleLayerInputs(RecurrentInputs):
     gates: Any
     sizes: RuleSizes
 
+    def by_states(self, layer: LayerStates, steps: TreeSteps | ChunkSteps) -> Tensor:
+        if isinstance(steps, TreeSteps) and self.rule.convolved_trees is not None:
+            return self.rule.convolved_trees(self.x_TC, self.conv, self.gates, layer, steps)
+        return super().by_states(layer, steps)
+
     def over_trees(self, y_TC: Tensor, layer: LayerStates, steps: TreeSteps) -> Tensor:
         assert layer.rule is not None
         return self.rule.trees(y_TC, self.gates, layer.rule, steps)

@@ -45,7 +45,7 @@ GROUPS = (
         "The next kernel's start overlaps this one's work (measured: benchmarks/products/README.md).",
         "masked_logits gumbel_noise perturb pair_rms_norm silu_mul take_rows prepend move pack merge_ranks local_slots "
         "largest_queries float8_queries latent_path path merge_kv_blocks next_tokens finish_chain best_paths block_tables fork "
-        "best_nodes first_level expand accept path_tables output_gate",
+        "best_nodes first_level expand accept path_tables output_gate paths join learn halve_counts",
         {
             "add_rms_norm": "weight",
             "gated_norm": "weight",
@@ -157,14 +157,17 @@ GROUPS = (
         "complete convolution, too, and chunk_scan for what chunk_prepare leaves; so it is with Mamba-2's rule and Kimi's.",
         "ssd_prepare ssd_scan",
         {
-            "ssd_step": "count decay_left k_left path read state u_left",
+            "ssd_step": "bias conv count decay_left inputs_left k_left path read state u_left weight",
             "ssd_tree": "count decay_left k_left parents path read state u_left",
+            "ssd_tree_hopper": "A_log D count decay_left dt_bias k_left parents path read state u_left",
             "chunk_prepare": "",
             "chunk_scan": "",
             "tree_nodes": "parents",
             "kimi_nodes": "parents",
             "kimi_prepare": "",
+            "kimi_prepare_hopper": "",
             "kimi_rule": "count decay_left k_left path read state u_left",
+            "kimi_rule_hopper": "A_log count decay_left dt_bias k_left parents path read state u_left",
             "kimi_scan": "",
             "kimi_step": "count decay_left k_left path read state u_left",
             "step_rule": "count decay_left k_left path read state u_left",

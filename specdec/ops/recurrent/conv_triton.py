@@ -55,7 +55,7 @@ def tree_convolution_kernel(
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ok_C = c < C
     number, accepted = tl.load(read + b, cache_modifier=".cg"), tl.load(count + b, cache_modifier=".cg")
-    weights, rows, lasts = _weights(weight, bias, c, ok_C, C, W), (), ()
+    weights, rows, lasts = weights_of(weight, bias, c, ok_C, C, W), (), ()
     for w in tl.static_range(W):  # the last inputs of the text, its pending path included
         place = accepted + w
         node = tl.load(path + b * E + place - W, mask=place >= W, other=0, cache_modifier=".cg")
@@ -74,7 +74,7 @@ def tree_convolution_kernel(
         y_C = x_C.to(tl.float32) * weights[W] + weights[W + 1]
         for w in tl.static_range(W - 1, -1, -1):
             y_C += lasts[w].to(tl.float32) * weights[w]
-        tl.store(out + b * C + c, _ended(y_C, SILU, ASM).to(out.dtype.element_ty), mask=ok_C)
+        tl.store(out + b * C + c, ended(y_C, SILU, ASM).to(out.dtype.element_ty), mask=ok_C)
     else:
         from_x, from_parents = x + b * N * stride_x, parents + b * N
         n = group * STEPS * ROWS + tl.arange(0, ROWS)
@@ -98,11 +98,11 @@ def tree_convolution_kernel(
                 y_NC += x_NC.to(tl.float32) * weights[tap][None, :]
             # Stores come last: no load is moved in front of one.
             tl.store(left + number * stride_left + n[:, None] * C + c[None, :], own_NC, mask=ok_NC)
-            tl.store(out + (b * N + n)[:, None] * C + c[None, :], _ended(y_NC, SILU, ASM).to(out.dtype.element_ty), mask=ok_NC)
+            tl.store(out + (b * N + n)[:, None] * C + c[None, :], ended(y_NC, SILU, ASM).to(out.dtype.element_ty), mask=ok_NC)
 
 
 @triton.jit
-def _weights(weight, bias, c, ok_C, C: tl.constexpr, W: tl.constexpr):
+def weights_of(weight, bias, c, ok_C, C: tl.constexpr, W: tl.constexpr):
     """Those of all taps, and the bias, or zeros in its place."""
     weights = ()
     for tap in tl.static_range(W + 1):
@@ -115,7 +115,7 @@ def _weights(weight, bias, c, ok_C, C: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
-def _ended(y, SILU: tl.constexpr, ASM: tl.constexpr):
+def ended(y, SILU: tl.constexpr, ASM: tl.constexpr):
     """y * sigmoid(y), or y.  ASM: by the GPU's own instructions, five in place of a dozen."""
     if not SILU:
         return y
@@ -144,7 +144,7 @@ def chunk_convolution_kernel(
     tile, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ok_C = c < C
-    weights = _weights(weight, bias, c, ok_C, C, W)
+    weights = weights_of(weight, bias, c, ok_C, C, W)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -163,7 +163,7 @@ def chunk_convolution_kernel(
             for w in tl.static_range(1, W + 1):
                 y_C += inputs[t + w].to(tl.float32) * weights[w]
             to_out = out + (begin + first + t) * C + c
-            tl.store(to_out, _ended(y_C, SILU, ASM).to(out.dtype.element_ty), mask=ok_C & (first + t < tokens))
+            tl.store(to_out, ended(y_C, SILU, ASM).to(out.dtype.element_ty), mask=ok_C & (first + t < tokens))
     if tile == 0:
         kept_at = tl.load(after + b)
         to_last, to_kept = conv + tl.load(write + b) * stride_conv + c, conv + tl.load(keep + b) * stride_conv + c
@@ -185,10 +185,8 @@ def launch_tree_convolution(
 ) -> Tensor:
     """`conv.tree_convolution`: [T, C]."""
     (B, N), E = steps.parents_BN.shape, steps.path_BE.shape[1]
-    C, W = _sizes(x_TC, conv, layer, steps)
+    C, W = check_convolution(x_TC, conv, layer, steps)
     left_LNC, out_TC = layer.x_LNC, torch.empty_like(x_TC, memory_format=torch.contiguous_format)
-    assert x_TC.shape[0] == B * N and N <= left_LNC.shape[1] and left_LNC.dtype == x_TC.dtype
-    assert left_LNC.stride()[1:] == (C, 1)
     tiles = tiles or (ONE if N == 1 else CHAIN if steps.is_chain else TREE)
     block = min(tiles.channels, triton.next_power_of_2(C))
     blocks, steps_in_all = triton.cdiv(C, block), triton.cdiv(N, tiles.rows)
@@ -207,7 +205,7 @@ def launch_chunk_convolution(
     x_TC: Tensor, conv: Convolution, layer: ConvStates, steps: ChunkSteps, tiles: ConvTiles = CHUNK
 ) -> Tensor:
     """`conv.chunk_convolution`: [T, C]."""
-    B, (C, W) = len(steps.read_B), _sizes(x_TC, conv, layer, steps)
+    B, (C, W) = len(steps.read_B), check_convolution(x_TC, conv, layer, steps)
     out_TC = torch.empty_like(x_TC, memory_format=torch.contiguous_format)
     block = min(tiles.channels, triton.next_power_of_2(C))
     if B:
@@ -219,12 +217,16 @@ def launch_chunk_convolution(
     return out_TC
 
 
-def _sizes(x_TC: Tensor, conv: Convolution, layer: ConvStates, steps: TreeSteps | ChunkSteps) -> tuple[int, int]:
-    """C and W."""
+def check_convolution(x_TC: Tensor, conv: Convolution, layer: ConvStates, steps: TreeSteps | ChunkSteps) -> tuple[int, int]:
+    """C and W.  Asserts what all kernels take that convolve."""
     assert lie_whole(steps)
-    (_, W, C), conv_PWC = layer.conv_PWC.shape, layer.conv_PWC
+    (_, W, C), conv_PWC, left_LNC = layer.conv_PWC.shape, layer.conv_PWC, layer.x_LNC
     assert conv.weight_ZC.shape == (W + 1, C) and conv.weight_ZC.is_contiguous()
     assert x_TC.shape[1] == C and x_TC.stride(1) == 1
     assert conv.bias_C is None or conv.bias_C.shape == (C,) and conv.bias_C.is_contiguous()
     assert conv_PWC.stride()[1:] == (C, 1) and conv_PWC.dtype == x_TC.dtype
+    if isinstance(steps, TreeSteps):
+        B, N = steps.parents_BN.shape
+        assert x_TC.shape[0] == B * N and N <= left_LNC.shape[1] and left_LNC.dtype == x_TC.dtype
+        assert left_LNC.stride()[1:] == (C, 1)
     return C, W

@@ -62,7 +62,7 @@ def tree_outputs(y_TC: Tensor, gates: KimiGates, memory: RuleStates, steps: Tree
 def chunk_outputs(y_TC: Tensor, gates: KimiGates, memory: RuleStates, steps: ChunkSteps) -> Tensor:
     """[T, H, V]: each token's output, in y's dtype; see `over_parts`."""
     if use_kernels(y_TC):
-        from specdec.ops.recurrent.kimi.launch import launch_kimi_parts
+        from specdec.ops.recurrent.kimi.parts.launch import launch_kimi_parts
 
         return launch_kimi_parts(y_TC, gates, memory, steps)
     return over_parts(read_tokens(y_TC[None], gates, memory.state_PHKV.dtype), memory, steps).to(y_TC.dtype)

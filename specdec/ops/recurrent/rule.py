@@ -25,7 +25,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.ops.recurrent.states import ChunkSteps, RuleStates, TreeSteps
+from specdec.ops.recurrent.conv import Convolution
+from specdec.ops.recurrent.states import ChunkSteps, LayerStates, RuleStates, TreeSteps
 
 BLOCK = 64  # tokens of a chain that are computed together
 
@@ -67,11 +68,14 @@ class RecurrentRule(NamedTuple):
 
     trees: of trees' nodes; parts: of parts of prompts; both with the layer's memory and a pass's steps.
     rows: of whole rows, [B, N, H, V], with key heads and their width; differentiable.
+    convolved_trees: of trees' nodes, of what the convolution reads, with its weights and the layer's whole memory; None: nobody
+    computes both at once.
     """
 
     trees: Callable[[Tensor, Any, RuleStates, TreeSteps], Tensor]
     parts: Callable[[Tensor, Any, RuleStates, ChunkSteps], Tensor]
     rows: Callable[[Tensor, Any, int, int], Tensor]
+    convolved_trees: Callable[[Tensor, Convolution, Any, LayerStates, TreeSteps], Tensor] | None = None
 
 
 def of_value_heads(x_BNGK: Tensor, heads: int) -> Tensor:

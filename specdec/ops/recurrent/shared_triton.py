@@ -21,9 +21,10 @@ PRECISION = "tf32x3"
 def softplus(x_N):
     """log(1 + exp(x)) of float32 numbers."""
     small_N = tl.exp(-tl.abs(x_N))
-    sum_N = 1.0 + small_N
-    # log(1 + small): the rounding of the sum is taken back, by which small numbers would be lost.
-    log_N = tl.where(sum_N == 1.0, small_N, tl.log(sum_N) * (small_N / tl.where(sum_N == 1.0, 1.0, sum_N - 1.0)))
+    # log(1 + small) = 2 atanh(t), as a polynomial of t^2, which is 1/9 at most: small numbers keep all of their bits.
+    t_N = small_N / (2.0 + small_N)
+    z_N = t_N * t_N
+    log_N = t_N * (2.0 + z_N * (0.66666316 + z_N * (0.40024854 + z_N * (0.27961419 + z_N * 0.28174657))))
     return tl.maximum(x_N, 0.0) + log_N
 
 

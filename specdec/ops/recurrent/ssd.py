@@ -3,7 +3,8 @@
 The rule of rule.py with a number of decay a head and u = v.  In Mamba-2's words: queries are C, keys B, a key head is a group,
 a key's width is the state's size, and a value is dt x.  A head's output has D x besides.
 
-On a GPU each pass over trees is one launch of mamba/ssd_tree_triton.py, and each over parts two of mamba/launch.py.
+On a GPU each pass over trees is one launch of mamba/ssd_tree_triton.py, with the convolution if trees have one node, and each
+over parts two of mamba/launch.py, or three.
 
 Shapes: as of states.py.
 """
@@ -17,8 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.ops.launch import use_kernels
+from specdec.ops.recurrent.conv import Convolution, tree_convolution
 from specdec.ops.recurrent.rule import RecurrentRule, RuleInputs, over_parts, over_rows, over_trees
-from specdec.ops.recurrent.states import ChunkSteps, RuleStates, TreeSteps
+from specdec.ops.recurrent.states import ChunkSteps, LayerStates, RuleStates, TreeSteps
 
 
 class SsdGates(NamedTuple):
@@ -55,6 +57,18 @@ def tree_outputs(y_TC: Tensor, gates: SsdGates, memory: RuleStates, steps: TreeS
     return (over_trees(tokens, memory, steps) + more_BNHV).flatten(0, 1).to(y_TC.dtype)
 
 
+def convolved_tree_outputs(
+    x_TC: Tensor, conv: Convolution, gates: SsdGates, layer: LayerStates, steps: TreeSteps
+) -> Tensor:  # fmt: skip
+    """[T, H, V]: of what the convolution reads."""
+    assert layer.rule is not None
+    if use_kernels(x_TC) and steps.parents_BN.shape[1] == 1:
+        from specdec.ops.recurrent.mamba.ssd_step_triton import launch_convolved_step
+
+        return launch_convolved_step(x_TC, conv, gates, layer, steps)
+    return tree_outputs(tree_convolution(x_TC, conv, layer.conv, steps), gates, layer.rule, steps)
+
+
 def chunk_outputs(y_TC: Tensor, gates: SsdGates, memory: RuleStates, steps: ChunkSteps) -> Tensor:
     """[T, H, V]: each token's output, in y's dtype; see `over_parts`."""
     if use_kernels(y_TC):
@@ -77,4 +91,4 @@ def _sizes(memory: RuleStates) -> tuple[int, int, torch.dtype]:
     return G, K, memory.state_PHKV.dtype
 
 
-SSD = RecurrentRule(tree_outputs, chunk_outputs, row_outputs)
+SSD = RecurrentRule(tree_outputs, chunk_outputs, row_outputs, convolved_tree_outputs)

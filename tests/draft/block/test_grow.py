@@ -56,6 +56,8 @@ def test_the_best_of_all_paths(S: int, K: int, N: int, kind: str) -> None:
         numbers = {path: n for n, path in enumerate(want, 1)} | {(): 0}
         assert tree.parents_BN[b].tolist() == [0, *(numbers[path[:-1]] for path in want)]
         assert tree.tokens_BN[b].tolist() == [5 + b, *(int(tokens_BSK[b, len(p) - 1, p[-1]]) for p in want)]
+        sums = [sum(float(logp_BSK[b, level, rank]) for level, rank in enumerate(path)) for path in want]
+        assert tree.scores_BN is not None and tree.scores_BN[b].tolist() == pytest.approx([0.0, *sums])
     assert tree.max_depth == min(S, N - 1) and not tree.is_chain
 
 
@@ -73,6 +75,7 @@ def check_kernel(logp_BSK: Tensor, tokens_BSK: Tensor, N: int) -> None:
     device: Any = "cuda" if torch.cuda.is_available() else "cpu"
     got = launch_best_paths(logp_BSK.to(device), tokens_BSK.to(device), root_B.to(device), N)
     assert torch.equal(got[0].cpu(), want.tokens_BN) and torch.equal(got[1].cpu(), want.parents_BN)
+    assert want.scores_BN is not None and torch.equal(got[2].cpu(), want.scores_BN)
 
 
 @pytest.mark.gpu

@@ -1,33 +1,15 @@
 """Places where a text's end stood before, and trees of what followed there, against a search by hand."""
 
-import random
-
 import pytest
 import torch
 from toolkit.kernels import DEVICE
-from toolkit.oracles.ngrams import followers, places
+from toolkit.oracles.ngrams import followers, places, random_texts
 from torch import Tensor
 
-from specdec.attention.pages import PageTable
 from specdec.draft.ngram.grow import candidates_of
 from specdec.draft.ngram.lookup import SHIFT, PagedTexts, continuations, find_matches, match_keys
 from specdec.draft.ngram.lookup_triton import launch_match_keys
 from specdec.draft.tree.build_tree import best_nodes
-
-PAGE, WIDTH = 4, 12
-
-
-def random_texts(lens: list[int], alphabet: int, span: int | None, seed: int) -> tuple[PagedTexts, list[list[int]]]:
-    """Texts in pages in random order; slots that hold no text hold junk."""
-    rng = random.Random(seed)
-    pages = list(range(1, len(lens) * WIDTH + 1))
-    rng.shuffle(pages)
-    table = torch.tensor(pages, dtype=torch.int32).view(len(lens), WIDTH)
-    tokens = torch.randint(alphabet, ((len(pages) + 1) * PAGE,), generator=torch.Generator().manual_seed(seed)).int()
-    text = PagedTexts(tokens, PageTable(table, PAGE), torch.tensor(lens, dtype=torch.int32), span)
-    whole = text.at(torch.arange(WIDTH * PAGE).expand(len(lens), -1)).tolist()
-    return text, [entries[:length] for entries, length in zip(whole, lens, strict=True)]
-
 
 LENS = [0, 1, 2, 3, 17, 33, 48]
 

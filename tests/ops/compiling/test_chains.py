@@ -24,11 +24,14 @@ NEVER_WRITTEN = {  # by kernels: arguments that may be read through L1 before a 
     "gated_norm": "weight",
     "fill_pairs": "mask",  # a row of the drafter's weights
     "few_down_hopper": "qweight",
+    "kimi_rule_hopper": "A_log dt_bias",
     "quantised_warp": WORDS,
     "quantised_warpgroup": WORDS,
     "router": "bias correction weight",
     "rope_store": "table",  # rotations, also in the next three
     "single_query_attention": "norm table",
+    "ssd_step": "bias weight",
+    "ssd_tree_hopper": "A_log D dt_bias",
     "store_index": "table",
     "store_latent": "table",
     "scan": "offsets",  # from a drafter's token ids to the target's

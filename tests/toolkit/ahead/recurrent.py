@@ -12,7 +12,7 @@ from specdec.ops.recurrent.gates.gated_norm import FALCON, KIMI, MAMBA, gated_no
 from specdec.ops.recurrent.gates.output_gate import gated_output
 from specdec.ops.recurrent.kimi_delta import KimiGates
 from specdec.ops.recurrent.ssd import SsdGates
-from specdec.ops.recurrent.states import ChunkSteps, ConvStates, RuleStates, TreeSteps
+from specdec.ops.recurrent.states import ChunkSteps, ConvStates, LayerStates, RuleStates, TreeSteps
 from toolkit.ahead.made import counts, floats, halves, ids
 
 G, H, WIDTH, TAPS = 16, 48, 128, 4  # key and value heads, their widths
@@ -50,17 +50,21 @@ def mamba_layers() -> None:
             floats(80, heads, size, 64), floats(66, 60, groups, size), floats(66, 60, heads, 64), floats(66, 60, heads)
         )  # fmt: skip
         channels, weights = 2 * groups * size + heads * 64, (floats(heads), floats(heads), floats(heads))
+        layer = LayerStates(ConvStates(halves(80, TAPS - 1, channels), halves(66, 60, channels)), memory)
+        conv = Convolution(halves(TAPS, channels), halves(channels))
         for B in (1, 32):
             for N, depth, E in SHAPES:
                 steps = TreeSteps(ids(B), ids(B), ids(B, N), depth, N == depth + 1, ids(B, E), counts(B))
-                ssd.tree_outputs(halves(B * N, channels), SsdGates(halves(B * N, heads), *weights), memory, steps)
+                gates = SsdGates(halves(B * N, heads), *weights)
+                ssd.convolved_tree_outputs(halves(B * N, channels), conv, gates, layer, steps)
         for T in (1, 2048):
             x, z, weight = (halves(*each, groups, heads * 64 // groups) for each in ((T,), (T,), ()))
             gated_norm(x, z, weight, 1e-5, MAMBA if size == 128 else FALCON)
             gated_norm(x.view(T, heads, 64), z.view(T, heads, 64), halves(64), 1e-5, KIMI)
             gated_output(x.view(T, 1, -1), z.view(T, 1, -1), silu=True)
-        chunk = ChunkSteps(ids(4), ids(4), counts(5), ids(4), counts(4), 8192)
-        ssd.chunk_outputs(halves(8192, channels), SsdGates(halves(8192, heads), *weights), memory, chunk)
+        for B in (1, 4):  # one part is cut into stretches
+            chunk = ChunkSteps(ids(B), ids(B), counts(B + 1), ids(B), counts(B), 8192)
+            ssd.chunk_outputs(halves(8192, channels), SsdGates(halves(8192, heads), *weights), memory, chunk)
 
 
 def kimi_layers() -> None:

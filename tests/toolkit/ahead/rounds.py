@@ -8,11 +8,18 @@ from __future__ import annotations
 import torch
 
 from specdec.attention.pages import PageTable
+from specdec.batch.emitted import NewTokens
 from specdec.batch.masks import BitMasks, masked_logits
+from specdec.batch.tree import DraftTree
 from specdec.draft.block.rounds.correct_triton import launch_corrected_logits, launch_greedy_chain
 from specdec.draft.block.rounds.grow_triton import launch_best_paths
 from specdec.draft.block.rounds.pairs_triton import launch_fill_pairs
 from specdec.draft.block.rounds.tables_triton import launch_block_tables
+from specdec.draft.join.join_triton import launch_candidates
+from specdec.draft.join.paths import Paths
+from specdec.draft.join.paths_triton import launch_paths
+from specdec.draft.join.survival import MATCHES, Survival
+from specdec.draft.join.survival_triton import launch_learn
 from specdec.draft.ngram.lookup import PagedTexts
 from specdec.draft.ngram.lookup_triton import launch_match_keys
 from specdec.draft.tree.branches_triton import launch_fork
@@ -60,6 +67,19 @@ def sampling() -> None:
     gumbel_noise(ids(4), ids(4), 32000)
 
 
+def joining(B: int) -> None:
+    """A drafter's tree, or its chain, and paths of a text."""
+    text = PagedTexts(counts(8192), PageTable(counts(B, 512), PAGE), counts(B), None)
+    for nodes, depth, scores in ((32, 31, floats(B, 32)), (6, 5, None)):
+        parents = ids(B, nodes)
+        tree = DraftTree(ids(B, nodes), parents, 5, is_chain=scores is None, scores_BN=scores)
+        survival, paths = Survival(here()), Paths(ids(B, MATCHES + 1, depth), ids(B, MATCHES + 1))
+        steps = launch_paths(text, ids(B, MATCHES), tree, survival.counts_CLG2, depth, paths)
+        launch_candidates(tree, paths.tokens_BPD, steps)
+        new = NewTokens(counts(B), ids(B, depth + 1), ids(B), None)
+        launch_learn(survival.counts_CLG2, *paths, new, ids(B))
+
+
 def drafting() -> None:
     """Trees of EAGLE heads, blocks and n-grams."""
     pages, device = PageTable(counts(8, 512), PAGE), here()
@@ -75,6 +95,7 @@ def drafting() -> None:
             own = PageTable(counts(B, 512), PAGE)
             launch_fork(own, counts(B), ids(B, K), halves(B, HIDDEN), counts(B, 0))
             launch_fork(own, counts(B), ids(B, K), halves(B * K, HIDDEN), counts(B * K, 3))
+        joining(B)
         for rank in (64, 256):
             w1, w2, offsets = halves(VOCABULARY, rank), halves(32000, rank), ids(32000)
             launch_corrected_logits(halves(B, 32000), ids(B * 8), w1, w2)

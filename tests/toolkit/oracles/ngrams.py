@@ -1,6 +1,25 @@
-"""Prompt lookup by hand, over one text as a list: what the n-gram drafter must find."""
+"""Prompt lookup by hand, over one text as a list: what the n-gram drafter must find.  And random texts in pages."""
 
-from specdec.draft.ngram.lookup import MAX_MATCH
+import random
+
+import torch
+
+from specdec.attention.pages import PageTable
+from specdec.draft.ngram.lookup import MAX_MATCH, PagedTexts
+
+PAGE, WIDTH = 4, 12
+
+
+def random_texts(lens: list[int], alphabet: int, span: int | None, seed: int) -> tuple[PagedTexts, list[list[int]]]:
+    """Texts in pages in random order; slots that hold no text hold junk."""
+    rng = random.Random(seed)
+    pages = list(range(1, len(lens) * WIDTH + 1))
+    rng.shuffle(pages)
+    table = torch.tensor(pages, dtype=torch.int32).view(len(lens), WIDTH)
+    tokens = torch.randint(alphabet, ((len(pages) + 1) * PAGE,), generator=torch.Generator().manual_seed(seed)).int()
+    text = PagedTexts(tokens, PageTable(table, PAGE), torch.tensor(lens, dtype=torch.int32), span)
+    whole = text.at(torch.arange(WIDTH * PAGE).expand(len(lens), -1)).tolist()
+    return text, [entries[:length] for entries, length in zip(whole, lens, strict=True)]
 
 
 def places(entries: list[int], span: int | None = None) -> list[tuple[int, int]]:

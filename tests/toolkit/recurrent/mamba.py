@@ -8,10 +8,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from specdec.ops.recurrent.mamba.ssd_hopper_tiles import SsdHopperTiles
+from specdec.ops.recurrent.mamba.ssd_tree_triton import SsdTiles, launch_ssd_tree
 from specdec.ops.recurrent.ssd import SsdGates, tree_outputs
 from specdec.ops.recurrent.states import LayerStates, TreeSteps
+from toolkit.kernels import DEVICE
 from toolkit.recurrent.made import Sizes, path_to, poisoned, random_tree, steps_of
-from toolkit.recurrent.rounds import NUMBERS, OWN, ROWS
+from toolkit.recurrent.rounds import NUMBERS, OWN, ROWS, copied, equal_memory, moved
 
 
 class SsdWeights(NamedTuple):
@@ -61,3 +64,29 @@ def ssd_inputs(sizes: Sizes, tokens: int, dtype: torch.dtype) -> tuple[Tensor, T
     y[:, : 2 * sizes.G * sizes.K] /= sizes.K**0.5
     dt[tokens // 2] += 90
     return y.to(dtype), dt.to(dtype)
+
+
+def on_device(gates: SsdGates) -> SsdGates:
+    return SsdGates(*(each.to(DEVICE) for each in gates))
+
+
+def broken_in(now: SsdRound, sizes: Sizes, broken: str, node: int) -> None:
+    """Makes a "query", "key", "value" or "step" of one node of each tree something that is not finite."""
+    columns = {"query": 1, "key": sizes.G * sizes.K + 1, "value": 2 * sizes.G * sizes.K + 1}
+    rows, nodes = now.steps.parents_BN.shape
+    for row in range(rows):
+        if broken == "step":
+            now.dt_TH[nodes * row + node, 0] = torch.nan
+        else:
+            now.y_TC[nodes * row + node, columns[broken]] = torch.inf if row % 2 else torch.nan
+
+
+def check_trees(now: SsdRound, tolerance: float, tiles: SsdTiles | SsdHopperTiles | None = None) -> Tensor:
+    """What the definition gives, after the kernel gave the same and left the same memory."""
+    gates, layer = now.weights.gates(now.dt_TH), copied(now.layer, DEVICE)
+    got = launch_ssd_tree(now.y_TC.to(DEVICE), on_device(gates), layer.rule, moved(now.steps, DEVICE), tiles=tiles).cpu()
+    want = tree_outputs(now.y_TC, gates, now.layer.rule, now.steps)
+    scale = want[want.isfinite()].abs().max()
+    torch.testing.assert_close(got, want, atol=float(tolerance * scale), rtol=tolerance, equal_nan=True)
+    equal_memory(layer, now.layer, 2e-5)
+    return want

@@ -10,8 +10,8 @@ from toolkit.sanitize.explained import ROOMS
 
 ROUTED = "tests/ops/products/experts/test_routed.py"
 RULE = "tests/ops/recurrent/test_rule_triton.py"
-SSD = "tests/ops/recurrent/test_ssd_triton.py"
-KIMI = "tests/ops/recurrent/test_kimi_triton.py"
+SSD = "tests/ops/recurrent/mamba/test_ssd_triton.py"
+KIMI = "tests/ops/recurrent/kimi/test_kimi_triton.py"
 
 CHOSEN: dict[str, list[str]] = {
     # ops
@@ -94,16 +94,25 @@ CHOSEN: dict[str, list[str]] = {
     ],
     "chunk_prepare_kernel": [f"{RULE}::test_parts_equal_the_definition[blocks of 32]"],
     "chunk_scan_kernel": [],
-    "ssd_step_kernel": [f"{SSD}::test_trees_equal_the_definition[sizes1-1-chain-6-dtype1]"],
     "ssd_tree_kernel": [
         f"{SSD}::test_trees_equal_the_definition[sizes{at}]" for at in ("3-7-tree-6-dtype3", "5-32-tree-6-dtype5")
     ],
+    "ssd_tree_hopper_kernel": [
+        f"tests/ops/recurrent/mamba/test_ssd_hopper.py::test_trees_equal_the_definition[{case}]"
+        for case in ("heads of a group-7-chain-6-None", "two blocks of columns-20-tree-6-tiles5")
+    ],
+    "ssd_step_kernel": [f"{SSD}::test_a_step_with_its_convolution_equals_the_definition[sizes1-False-2]"],
     "ssd_prepare_kernel": [f"{SSD}::test_parts_equal_the_definition[blocks of 32]"],
     "ssd_scan_kernel": [],
     "kimi_step_kernel": [f"{KIMI}::test_trees_equal_the_definition[sizes1-1-chain-6-dtype1]"],
     "kimi_nodes_kernel": [f"{KIMI}::test_trees_equal_the_definition[sizes4-32-chain-2-dtype4]"],
     "kimi_rule_kernel": [f"{KIMI}::test_trees_equal_the_definition[sizes3-7-tree-6-dtype3]"],
+    "kimi_rule_hopper_kernel": [
+        "tests/ops/recurrent/kimi/test_kimi_hopper.py::test_trees_equal_the_definition[7-chain-6-None]",
+        "tests/ops/recurrent/kimi/test_kimi_hopper.py::test_trees_equal_the_definition[32-tree-6-tiles5]",
+    ],
     "kimi_prepare_kernel": [f"{KIMI}::test_parts_equal_the_definition[blocks of 32]"],
+    "kimi_prepare_hopper_kernel": ["tests/ops/recurrent/kimi/test_kimi_hopper.py::test_parts_equal_the_definition[short]"],
     "kimi_scan_kernel": [],
     "gated_norm_kernel": [
         "tests/ops/recurrent/test_gated_norm.py::test_a_norm_with_its_gate_is_transformers_[torch.float16-1-5-48]"
@@ -202,6 +211,10 @@ CHOSEN: dict[str, list[str]] = {
     "chain_step_kernel": ["tests/draft/block/test_correct.py::test_chains[3-4-129-40-True-dtype2]"],
     "finish_chain_kernel": [],
     "fill_pairs_kernel": ["tests/draft/block/test_tables.py::test_pairs[3-6-10-1100-dtype1]"],
+    "paths_kernel": ["tests/draft/join/test_paths.py::test_the_kernel_finds_the_same_paths[9-None-chain]"],
+    "join_kernel": ["tests/draft/join/test_join.py::test_the_kernel_finds_the_same_candidates[3]"],
+    "learn_kernel": ["tests/draft/join/test_survival.py::test_the_kernels_learn_the_same"],
+    "halve_counts_kernel": ["tests/draft/join/test_survival.py::test_the_kernels_learn_the_same"],
     "block_tables_kernel": ["tests/draft/block/test_tables.py::test_tables_of_blocks[3-6-16-4]"],
     "path_tables_kernel": ["tests/verify/test_kernels.py::test_tables_equal_the_definition[4-16-5-1]"],
     "state_numbers_kernel": ["tests/verify/test_states.py::test_kernels_equal_their_definitions[0]"],

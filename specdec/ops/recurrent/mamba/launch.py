@@ -1,10 +1,11 @@
-"""Launches the two kernels of `ssd.chunk_outputs`.
+"""Launches the kernels of `ssd.chunk_outputs`.
 
 1. ssd_prepare_triton.py, a program for each block and some heads of a group: what needs no state.  With F_ij =
    exp(D_i - D_j), of the block's summed log-decays, it leaves A = the lower part of F_ij q_i k_j dt_j, with the head's own
    factor of x on its diagonal, and two factors a token.
 2. ssd_scan_triton.py, a program for each head and some columns of values, goes through the blocks one after the other:
-   out = faded q S + A x, S = faded S + k^T (faded dt x).  Its next blocks' loads run ahead.
+   out = faded q S + A x, S = faded S + k^T (faded dt x).  Its next blocks' loads run ahead.  Long parts are cut into stretches,
+   which take a launch more, and then run beside each other.
 
 Precision, of bfloat16: k, q and x are exact, and a float32 number beside one of them goes in as two bfloat16 halves, whose sum
 has 17 bits; A goes into outputs alone, and is rounded to bfloat16 as they are.  Of float16 and float32 everything is float32:
@@ -32,12 +33,13 @@ from specdec.ops.recurrent.states import ChunkSteps, RuleStates, lie_whole
 
 HOPPER = ChunkTiles(stages=2, prepare_warps=8)
 HEADS = 8  # of one group that a program of the first kernel computes, at most
+PROGRAMS, MOST_STRETCHES, SHORTEST = 2 * 132, 8, 512  # of the second kernel: wanted; of a part; tokens of a stretch
 
 
 def ssd_chunk_tiles(y_TC: Tensor, key_width: int) -> ChunkTiles:
     """What fits into shared memory; for the same reasons as `chunks.launch.chunk_tiles`.
 
-    On an H200, at Nemotron-3-Nano's widths, 8,192 tokens take 110 us and then 314 in one part, or 115 in four.
+    On an H200, at Nemotron-3-Nano's widths, 8,192 tokens take 110 us and then 174 in four stretches, or 319 in one.
     """
     if y_TC.dtype != torch.bfloat16:
         return WIDE
@@ -63,8 +65,9 @@ class SsdPrepared(NamedTuple):
 
 
 def launch_ssd_parts(
-    y_TC: Tensor, gates: SsdGates, layer: RuleStates, steps: ChunkSteps, tiles: ChunkTiles | None = None, search: int = SEARCH
-) -> Tensor:
+    y_TC: Tensor, gates: SsdGates, layer: RuleStates, steps: ChunkSteps, tiles: ChunkTiles | None = None, search: int = SEARCH,
+    stretches: int | None = None,
+) -> Tensor:  # fmt: skip
     """`ssd.chunk_outputs`: [T, H, V].  search: parts among which a program looks for its block at once."""
     check_ssd(y_TC, gates, layer)
     assert lie_whole(steps)
@@ -72,7 +75,7 @@ def launch_ssd_parts(
     if len(steps.read_B):
         tiles = tiles or ssd_chunk_tiles(y_TC, layer.state_PHKV.shape[2])
         prepared = launch_ssd_prepare(y_TC, gates, layer, steps, tiles, search)
-        launch_ssd_scan(y_TC, prepared, layer, steps, tiles, out_THV)
+        launch_ssd_scan(y_TC, prepared, layer, steps, tiles, out_THV, stretches)
     return out_THV
 
 
@@ -96,13 +99,26 @@ def launch_ssd_prepare(
     return prepared
 
 
+def ssd_stretches(programs: int, most: int) -> int:
+    """Into how many stretches a part of `most` tokens is cut, of whose parts so many programs compute all columns."""
+    return max(1, min(MOST_STRETCHES, PROGRAMS // programs, most // SHORTEST))
+
+
 def launch_ssd_scan(
-    y_TC: Tensor, prepared: SsdPrepared, layer: RuleStates, steps: ChunkSteps, tiles: ChunkTiles, out_THV: Tensor
-) -> None:
+    y_TC: Tensor, prepared: SsdPrepared, layer: RuleStates, steps: ChunkSteps, tiles: ChunkTiles, out_THV: Tensor,
+    stretches: int | None = None,
+) -> None:  # fmt: skip
     """The states and outputs, which out_THV takes."""
-    (_, H, K, V), G, block_v = layer.state_PHKV.shape, layer.k_LNGK.shape[2], min(layer.state_PHKV.shape[3], tiles.block_v)
-    ssd_scan_kernel[(H * (V // block_v), len(steps.read_B))](
-        y_TC, *prepared, layer.state_PHKV, steps.cu_B1, steps.read_B, steps.write_B, steps.keep_B, steps.after_B, out_THV,
-        prepared.factors_HTF.shape[1], y_TC.stride(0), layer.state_PHKV.stride(0), G=G, H=H, K=K, V=V, PRECISION=PRECISION,
-        BLOCK_N=tiles.tokens, BLOCK_V=block_v, STAGES=tiles.stages, num_warps=tiles.warps, **chained(y_TC.device),
-    )  # fmt: skip
+    (_, H, K, V), G, B = layer.state_PHKV.shape, layer.k_LNGK.shape[2], len(steps.read_B)
+    block_v = min(V, tiles.block_v)
+    blocks = H * (V // block_v)
+    Z = stretches or ssd_stretches(blocks * B, steps.most)
+    added = torch.empty(B, Z - 1, H, K, V, dtype=torch.float32, device=y_TC.device)
+    fades = torch.empty(B, Z - 1, H, dtype=torch.float32, device=y_TC.device)
+    for only_states in (True, False) if Z > 1 else (False,):
+        ssd_scan_kernel[(blocks, B, Z - only_states)](
+            y_TC, *prepared, layer.state_PHKV, steps.cu_B1, steps.read_B, steps.write_B, steps.keep_B, steps.after_B, added,
+            fades, out_THV, prepared.factors_HTF.shape[1], y_TC.stride(0), layer.state_PHKV.stride(0), G=G, H=H, K=K, V=V,
+            PRECISION=PRECISION, Z=Z, ONLY_STATES=only_states, BLOCK_N=tiles.tokens, BLOCK_V=block_v, STAGES=tiles.stages,
+            num_warps=tiles.warps, **chained(y_TC.device),
+        )  # fmt: skip

@@ -5,8 +5,8 @@ wait: states and what nodes left are a round old.  What nodes have to do with ea
 
     out = exp(D) (q S) + A (dt x) + skip x        A_ij = (q_i . k_j) exp(D_i - D_j) on node i's path
 
-is small, so every program makes it again.  Trees of one node need none of it (ssd_step_triton.py).  No program reads what
-another one of its launch writes.
+is small, so every program makes it again.  No program reads what another one of its launch writes.  Layers compute trees of one
+node otherwise (ssd_step_triton.py), and on Hopper GPUs most trees (ssd_tree_hopper.py).
 
 Shapes: as of ssd.py; M: N, and 16 at least.
 """
@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.ops.launch import chained
-from specdec.ops.recurrent.mamba.ssd_step_triton import ssd_step_kernel
+from specdec.ops.recurrent.mamba.ssd_hopper_tiles import SsdHopperTiles, ssd_hopper_tiles, takes
 from specdec.ops.recurrent.shared_triton import PRECISION, alike, multiplied, softplus, weighted
 from specdec.ops.recurrent.ssd import SsdGates
 from specdec.ops.recurrent.states import RuleStates, TreeSteps, lie_whole
@@ -47,9 +47,7 @@ def ssd_tiles(sequences: int, nodes: int, heads: int, key_width: int) -> SsdTile
     Microseconds of 32 rows, and what their bytes take: 1 node 41 (31), 6 nodes 77 (32), 32 nodes 135 (40).
     """
     crowded = sequences * heads > 264  # twice as many as SMs of an H200
-    if nodes == 1:
-        tiles = SsdTiles(64, warps=4) if crowded else SsdTiles(32, warps=2)
-    elif nodes <= 16:
+    if nodes <= 16:
         tiles = SsdTiles(32, 128, 2) if crowded else SsdTiles(32, 64, 4)
     else:
         tiles = SsdTiles(64, 64, 4 if crowded else 8) if nodes <= 32 else SsdTiles(64, 32, 8)
@@ -134,30 +132,30 @@ def _broken(x_MK):
 
 def launch_ssd_tree(
     y_TC: Tensor, gates: SsdGates, layer: RuleStates, steps: TreeSteps, precision: str = PRECISION,
-    tiles: SsdTiles | None = None,
+    tiles: SsdTiles | SsdHopperTiles | None = None,
 ) -> Tensor:  # fmt: skip
-    """`ssd.tree_outputs`: [T, H, V].  precision: of products: "tf32x3" or "ieee"."""
+    """`ssd.tree_outputs`: [T, H, V].  precision: of this file's products: "tf32x3" or "ieee"."""
     (B, N), E = steps.parents_BN.shape, steps.path_BE.shape[1]
     (_, H, K, V), G = layer.state_PHKV.shape, layer.k_LNGK.shape[2]
-    check_ssd(y_TC, gates, layer)
-    assert lie_whole(steps)
-    assert len(y_TC) == B * N and N <= layer.k_LNGK.shape[1]
-    for left, size in ((layer.k_LNGK, G * K), (layer.u_LNHV, H * V), (layer.decay_LNH, H)):
-        assert left.dtype == torch.float32 and left[0].is_contiguous() and left[0, 0].numel() == size
-    out_THV, tiles = y_TC.new_empty(B * N, H, V), tiles or ssd_tiles(B, N, H, K)
+    check_ssd_tree(y_TC, gates, layer, steps)
+    out_THV = y_TC.new_empty(B * N, H, V)
+    if tiles is None:
+        is_hopper = precision == PRECISION and takes(y_TC, layer, N)
+        tiles = ssd_hopper_tiles(B, N, H, V) if is_hopper else ssd_tiles(B, N, H, K)
     if not B:
+        return out_THV
+    if isinstance(tiles, SsdHopperTiles):
+        from specdec.ops.recurrent.mamba.ssd_tree_hopper import launch_ssd_tree_hopper
+
+        launch_ssd_tree_hopper(y_TC, gates, layer, steps, out_THV, tiles)
         return out_THV
     block_v, memory = min(V, tiles.block_v), (layer.state_PHKV, layer.k_LNGK, layer.u_LNHV, layer.decay_LNH)
     inputs = (y_TC, *gates, *memory, steps.read_B, steps.write_B, steps.count_B, steps.path_BE)
     strides = y_TC.stride(0), gates.dt_TH.stride(0), *(each.stride(0) for each in memory)
-    sizes = {"E": E, "G": G, "H": H, "K": K, "V": V, "GROUP": min(E, tiles.group), "BLOCK_V": block_v}
-    grid, here = (H * (V // block_v), B), {"num_warps": tiles.warps, **chained(y_TC.device)}
-    if N == 1:
-        ssd_step_kernel[grid](*inputs, out_THV, *strides, **sizes, **here)
-        return out_THV
-    ssd_tree_kernel[grid](
-        *inputs, steps.parents_BN, out_THV, *strides, N=N, DEPTH=steps.max_depth, CHAIN=steps.is_chain, PRECISION=precision,
-        M=max(16, triton.next_power_of_2(N)), BLOCK_K=min(K, tiles.block_k), **sizes, **here,
+    ssd_tree_kernel[(H * (V // block_v), B)](
+        *inputs, steps.parents_BN, out_THV, *strides, N=N, E=E, G=G, H=H, K=K, V=V, DEPTH=steps.max_depth, CHAIN=steps.is_chain,
+        PRECISION=precision, M=max(16, triton.next_power_of_2(N)), GROUP=min(E, tiles.group), BLOCK_K=min(K, tiles.block_k),
+        BLOCK_V=block_v, num_warps=tiles.warps, **chained(y_TC.device),
     )  # fmt: skip
     return out_THV
 
@@ -170,3 +168,13 @@ def check_ssd(y_TC: Tensor, gates: SsdGates, layer: RuleStates) -> None:
     assert layer.state_PHKV.dtype == torch.float32 and H % G == 0
     assert gates.dt_TH.shape == (len(y_TC), H) and gates.dt_TH.stride(1) == 1
     assert all(each.shape == (H,) and each.is_contiguous() for each in gates[1:])
+
+
+def check_ssd_tree(y_TC: Tensor, gates: SsdGates, layer: RuleStates, steps: TreeSteps) -> None:
+    """Asserts what kernels over trees take, too."""
+    (B, N), (_, H, K, V), G = steps.parents_BN.shape, layer.state_PHKV.shape, layer.k_LNGK.shape[2]
+    check_ssd(y_TC, gates, layer)
+    assert lie_whole(steps)
+    assert len(y_TC) == B * N and N <= layer.k_LNGK.shape[1]
+    for left, size in ((layer.k_LNGK, G * K), (layer.u_LNHV, H * V), (layer.decay_LNH, H)):
+        assert left.dtype == torch.float32 and left[0].is_contiguous() and left[0, 0].numel() == size

@@ -67,16 +67,18 @@ def squares(x_RK):
 
 @gluon.jit
 def store_keys(
-    y, k_left, stride_y, N: gl.constexpr, G: gl.constexpr, K: gl.constexpr, SHARES: gl.constexpr, layout: gl.constexpr,
-    num_warps: gl.constexpr,
+    y, k_left, stride_y, N: gl.constexpr, G: gl.constexpr, K: gl.constexpr, SHARES: gl.constexpr, UNIT: gl.constexpr,
+    layout: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Stores keys, of length 1.  Each of a key head's programs stores some of them, which it reads once more."""
+    """Stores keys.  Each of a key head's programs stores some of them, which it reads once more.  UNIT: of length 1."""
     ROWS: gl.constexpr = max(2 * num_warps, _power_of_two((N + SHARES - 1) // SHARES))
     n_R = gl.program_id(0) % SHARES + SHARES * gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     k_K, ok_R1 = gl.arange(0, K, gl.SliceLayout(0, layout)), (n_R < N)[:, None]
     key_RK = gl.load(y + (n_R * stride_y)[:, None] + k_K[None, :], mask=ok_R1, other=0.0)
-    length_R1 = gl.rsqrt(squares(key_RK) + EPS)[:, None]
-    gl.store(k_left + (n_R * (G * K))[:, None] + k_K[None, :], key_RK.to(gl.float32) * length_R1, mask=ok_R1)
+    kept_RK = key_RK.to(gl.float32)
+    if UNIT:
+        kept_RK *= gl.rsqrt(squares(key_RK) + EPS)[:, None]
+    gl.store(k_left + (n_R * (G * K))[:, None] + k_K[None, :], kept_RK, mask=ok_R1)
 
 
 @gluon.jit

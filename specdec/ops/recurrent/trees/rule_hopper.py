@@ -29,6 +29,7 @@ from specdec.ops.launch import chained
 from specdec.ops.recurrent.gated_delta import Gates
 from specdec.ops.recurrent.shared_triton import EPS, log_decays, strengths
 from specdec.ops.recurrent.states import RuleStates, TreeSteps
+from specdec.ops.recurrent.trees.columns_hopper import columns_layout, right_sides, store_columns, substituted
 from specdec.ops.recurrent.trees.hopper_tiles import HopperTiles
 from specdec.ops.recurrent.trees.nodes_hopper import (
     ancestors,
@@ -126,7 +127,7 @@ def tree_rule_hopper_kernel(
 
     # While the tensor cores work.
     to_k = k_left + number * stride_k + g * K
-    store_keys(y + G * K + g * K, to_k, stride_y, N, G, K, H // G * BLOCKS, rows, num_warps)
+    store_keys(y + G * K + g * K, to_k, stride_y, N, G, K, H // G * BLOCKS, True, rows, num_warps)
     k_squares, q_squares = squares_smem.slice(0, P).load(nodes), squares_smem.slice(P, P).load(nodes)
     decay_P, beta_P = log_decays(a_P, rate, bias), strengths(b_P, MOST)
     # Numbers of a node that are not finite may reach those below it alone: `gated_delta.without_broken`.
@@ -150,107 +151,11 @@ def tree_rule_hopper_kernel(
         products_VR, _, _, _, _ = warpgroup_mma_wait(0, deps=(products_VR, parts[0], parts[1], parts[2], kq_smem))
     barrier()  # what follows may lie where other warps' products still read keys and queries
 
-    columns: gl.constexpr = _columns_layout(P, num_warps)
-    x_PWV = _right(by_column(products_VR, P, num_warps, columns), v_smem, factor_smem, beta_smem, P, num_warps, columns)
-    x_PWV = _substituted(x_PWV, lower, P, TURNS, num_warps, columns)
+    columns: gl.constexpr = columns_layout(P, num_warps)
+    x_PWV = right_sides(by_column(products_VR, P, num_warps, columns), v_smem, factor_smem, beta_smem, P, num_warps, columns)
+    x_PWV = substituted(x_PWV, lower, P, TURNS, num_warps, columns)
     to_u, to_out = u_left + number * stride_u + h * V + first_v, out + row * N * H * V + h * V + first_v
-    _store(x_PWV, to_u, to_out, N, H * V, columns)
-
-
-@gluon.constexpr_function
-def _columns_layout(P, num_warps):
-    """[P, W, V]: a lane holds all nodes of a column."""
-    registers = [[1 << bit, 0, 0] for bit in range(P.bit_length() - 1)]
-    lanes = [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8], [0, 1, 0]]
-    warps = [[0, 0, 16], [0, 0, 32], [0, 0, 64]][: num_warps.bit_length() - 1]
-    return gl.DistributedLinearLayout(registers, lanes, warps, [], [P, 2, 16 * num_warps])
-
-
-@gluon.constexpr_function
-def _ways_layout(P, num_warps):
-    """[P / 4, W, 4]: a lane holds what belongs to its columns."""
-    registers = [[0, 0, 1], [0, 0, 2], *([1 << bit, 0, 0] for bit in range(P.bit_length() - 3))]
-    lanes, warps = [[0, 0, 0]] * 4 + [[0, 1, 0]], [[0, 0, 0]] * (num_warps.bit_length() - 1)
-    return gl.DistributedLinearLayout(registers, lanes, warps, [], [P // 4, 2, 4])
-
-
-@gluon.constexpr_function
-def _four_layout(num_warps):
-    """[1, 1, 4]: each lane holds all."""
-    warps = [[0, 0, 0]] * (num_warps.bit_length() - 1)
-    return gl.DistributedLinearLayout([[0, 0, 1], [0, 0, 2]], [[0, 0, 0]] * 5, warps, [], [1, 1, 4])
-
-
-@gluon.jit
-def _by_node(four, layout: gl.constexpr):
-    """[P, W] of what was loaded as [P / 4, W, 4]."""
-    pairs = gl.reshape(gl.permute(four, (0, 2, 1)), [4 * four.shape[0], 2])
-    return gl.convert_layout(pairs, gl.SliceLayout(2, layout), assert_trivial=True)
-
-
-@gluon.jit
-def _places(P: gl.constexpr, layout: gl.constexpr):
-    """(nodes [P, 1, 1], W [1, W, 1])."""
-    n = gl.arange(0, P, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None][:, :, None]
-    return n, gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :][:, :, None]
-
-
-@gluon.jit
-def _right(x_PWV, v_smem, factor_smem, beta_smem, P: gl.constexpr, num_warps: gl.constexpr, layout: gl.constexpr):
-    """[P, W, V]: u, and outputs, without the sums over other nodes.  What is not finite is NaN in its own output alone.
-
-    x_PWV: products of keys, and of queries, with the state.
-    """
-    factors = factor_smem._reinterpret(gl.float32, [2, P // 4, 4], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
-    x_PWV *= _by_node(factors.permute((1, 0, 2)).load(_ways_layout(P, num_warps)), layout)[:, :, None]
-    v_PV = v_smem.load(gl.SliceLayout(1, layout)).to(gl.float32)
-    beta_P = beta_smem.load(gl.SliceLayout(1, gl.SliceLayout(2, layout)))
-    right_PWV = gl.where(gl.abs(v_PV) < float("inf"), v_PV, 0.0)[:, None, :] + x_PWV
-    right_PWV = gl.where(gl.abs(right_PWV) < float("inf"), right_PWV, 0.0) * beta_P[:, None][:, :, None]
-    _, way = _places(P, layout)
-    return gl.where(way == 0, right_PWV, x_PWV + (v_PV - v_PV)[:, None, :])
-
-
-@gluon.jit
-def _substituted(x_PWV, coefficients, P: gl.constexpr, TURNS: gl.constexpr, num_warps: gl.constexpr, layout: gl.constexpr):
-    """[P, W, V]: u and outputs.  The compiler knows which node a register holds, so that choosing one takes no instruction.
-
-    All lanes solve TURNS nodes by themselves, whose u they need, and wait for each other once for these.
-    """
-    n, way = _places(P, layout)
-    for first in gl.static_range(0, P, TURNS):
-        solved = ()
-        for e in gl.static_range(TURNS):
-            bits_PWV = gl.where((n == first + e) & (way == 0), x_PWV.to(gl.int32, bitcast=True), 0)
-            u_V = gl.reduce_or(gl.reduce_or(bits_PWV, 0), 0).to(gl.float32, bitcast=True)
-            for before in gl.static_range(e):
-                u_V += _coefficient(coefficients, first + before, first + e, num_warps) * solved[before]
-            solved = solved + (u_V,)  # type: ignore[assignment]
-        for e in gl.static_range(TURNS):
-            four = coefficients.index(first + e).slice(0, 2, 1).load(_ways_layout(P, num_warps))
-            more_PWV = _by_node(four, layout)[:, :, None] * solved[e][None, :][None, :, :]
-            x_PWV = gl.where(n >= first + e, x_PWV + more_PWV, x_PWV)
-    return x_PWV
-
-
-@gluon.jit
-def _coefficient(coefficients, j: gl.constexpr, i: gl.constexpr, num_warps: gl.constexpr):
-    """C_ij, for all lanes."""
-    layout: gl.constexpr = _four_layout(num_warps)
-    four = coefficients.index(j).slice(i // 4, 1, 0).slice(0, 1, 1).load(layout)
-    number = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(0, layout)))[None, :][None, :, :]
-    bits = gl.where(number == i % 4, four.to(gl.int32, bitcast=True), 0)
-    return gl.reduce_or(gl.reduce_or(gl.reduce_or(bits, 0), 0), 0).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def _store(x_PWV, to_u, to_out, N: gl.constexpr, STRIDE: gl.constexpr, layout: gl.constexpr):
-    """u and outputs.  The nodes' distances come last, which the compiler puts into the stores."""
-    n, way = _places(x_PWV.shape[0], layout)
-    v = gl.arange(0, x_PWV.shape[2], gl.SliceLayout(0, gl.SliceLayout(0, layout)))[None, :][None, :, :]
-    here, ok = way * 0 + v, (n < N) & (v >= 0)
-    gl.store(to_u + here + n * STRIDE, x_PWV, mask=ok & (way == 0))
-    gl.store(to_out + here + n * STRIDE, x_PWV.to(to_out.dtype.element_ty), mask=ok & (way == 1))
+    store_columns(x_PWV, to_u, to_out, N, H * V, columns)
 
 
 def launch_tree_rule_hopper(

@@ -20,17 +20,17 @@ from specdec.ops.hopper import barrier
 
 
 @gluon.constexpr_function
-def states_layout(num_warps):
-    """Of [S, 16, V] in memory, for K = 128 and 16 columns a warp: a thread holds pairs of columns, of just those rows of the
-    state that it holds of the tensor cores' operand.
+def states_layout(num_warps, rows=128):
+    """Of [S, 16, V] in memory, for so many rows and 16 columns a warp: a thread holds pairs of columns, of just those rows of
+    the state that it holds of the tensor cores' operand.
 
     The operand is [V, K].  Its row 16 w + 8 i + j is column 16 w + 2 j + i of the state: products do not depend on the order of
     their rows, and `by_column` brings it back.
     """
-    registers = [[0, 0, 1], [0, 1, 0], [0, 8, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
+    registers = [[0, 0, 1], [0, 1, 0], [0, 8, 0], *([1 << bit, 0, 0] for bit in range((rows // 16).bit_length() - 1))]
     lanes = [[0, 2, 0], [0, 4, 0], [0, 0, 2], [0, 0, 4], [0, 0, 8]]
     warps = [[0, 0, 16], [0, 0, 32], [0, 0, 64]][: num_warps.bit_length() - 1]
-    return gl.DistributedLinearLayout(registers, lanes, warps, [], [8, 16, 16 * num_warps])
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [rows // 16, 16, 16 * num_warps])
 
 
 @gluon.constexpr_function
@@ -39,11 +39,17 @@ def _width(layout):
 
 
 @gluon.jit
+def places(rows: gl.constexpr, layout: gl.constexpr):
+    """(blocks of 16 rows [S, 1, 1], rows of a block [1, 16, 1], columns [1, 1, V])."""
+    s = gl.arange(0, rows // 16, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None][:, :, None]
+    k = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :][:, :, None]
+    return s, k, gl.arange(0, _width(layout), gl.SliceLayout(0, gl.SliceLayout(0, layout)))[None, :][None, :, :]
+
+
+@gluon.jit
 def state_pointers(state, K: gl.constexpr, V: gl.constexpr, layout: gl.constexpr):
     """[S, 16, V], from a program's first column on.  Blocks' distances come last, which the compiler puts into the loads."""
-    s = gl.arange(0, K // 16, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None][:, :, None]
-    k = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :][:, :, None]
-    v = gl.arange(0, _width(layout), gl.SliceLayout(0, gl.SliceLayout(0, layout)))[None, :][None, :, :]
+    s, k, v = places(K, layout)
     return state + k * V + v + s * (16 * V)
 
 
@@ -117,18 +123,24 @@ def halves(state_SKV):
 @gluon.jit
 def cut(state_SKV, products_layout: gl.constexpr, num_warps: gl.constexpr):
     """Three parts of 16 bits whose sum is the state, each as the tensor cores' left operand [V, K]: see `states_layout`."""
-    K: gl.constexpr = 16 * state_SKV.shape[0]
-    ordered = gl.permute(gl.reshape(state_SKV, [K, num_warps, 8, 2]), (1, 3, 2, 0))
-    left: gl.constexpr = gl.DotOperandLayout(0, products_layout, 2)
-    whole_VK = gl.convert_layout(gl.reshape(ordered, [16 * num_warps, K]), left, assert_trivial=True)
-    first_VK = _high_bits(whole_VK)
+    whole_VK = as_operand(state_SKV, products_layout, num_warps)
+    first_VK = high_bits(whole_VK)
     rest_VK = whole_VK - first_VK
-    second_VK = _high_bits(rest_VK)
+    second_VK = high_bits(rest_VK)
     return first_VK.to(gl.bfloat16), second_VK.to(gl.bfloat16), (rest_VK - second_VK).to(gl.bfloat16)
 
 
 @gluon.jit
-def _high_bits(x):
+def as_operand(x_SKV, products_layout: gl.constexpr, num_warps: gl.constexpr):
+    """The tensor cores' left operand [V, K] of what lies as `states_layout` has it, by which no thread gives anything away."""
+    K: gl.constexpr = 16 * x_SKV.shape[0]
+    ordered = gl.permute(gl.reshape(x_SKV, [K, num_warps, 8, 2]), (1, 3, 2, 0))
+    left: gl.constexpr = gl.DotOperandLayout(0, products_layout, 2)
+    return gl.convert_layout(gl.reshape(ordered, [16 * num_warps, K]), left, assert_trivial=True)
+
+
+@gluon.jit
+def high_bits(x):
     """Those that bfloat16 has.  Three times as many are all that float32 has."""
     return (x.to(gl.int32, bitcast=True) & -65536).to(gl.float32, bitcast=True)
 

@@ -7,8 +7,7 @@ a row.
 
 import random
 from dataclasses import replace
-from typing import NamedTuple
-from unittest import mock
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -16,14 +15,14 @@ import torch
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
+import triton
 from torch import Tensor
 
 from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.caches.layout import CachedHeads
 from specdec.attention.caches.split_cache import SplitLayout
 from specdec.attention.eager.torch_backend import TorchBackend
-from specdec.attention.kernels import triton_backend
-from specdec.attention.kernels.tiles_triton import PagedTiles
+from specdec.attention.kernels.tiles_triton import PagedTiles, splits_for
 from specdec.attention.kernels.triton_backend import TritonBackend
 from specdec.attention.kernels.wide import wide_hopper
 from specdec.attention.kernels.wide.wide_tiles import HOPPER_TILES, wide_hopper_tiles
@@ -106,13 +105,25 @@ def test_random_segments_in_any_tiles(seed: int) -> None:
         )  # fmt: skip
         block_n = 32 if widths == GEMMA else rng.choice([32, 64])
         tiles = HOPPER_TILES[widths]._replace(block_n=block_n, min_split_keys=rng.choice([32, 64, 128]))
-        check_with(tiles, rng.choice([1, 40, 264]), case)
+        check(case, InTheseTiles(tiles, rng.choice([1, 40, 264])))
 
 
-def check_with(tiles: PagedTiles, programs: int, case: Case) -> None:
-    """`check`, with these tiles whatever the rule says.  programs: for so many the splits are planned."""
-    with mock.patch.object(triton_backend, "wide_hopper_tiles", lambda *_: tiles):
-        check(case, TritonBackend(programs))
+class InTheseTiles(TritonBackend):
+    """The kernel in these tiles, whatever the rule says.  programs: for so many the splits are planned."""
+
+    def __init__(self, tiles: PagedTiles, programs: int) -> None:
+        super().__init__(programs)
+        self.tiles, self.planned = tiles, programs
+
+    def partial_splits(self, q_THD: Tensor, view: CachedHeads, segment: Segment, scoring: Scoring) -> int:
+        K, tiles = view.heads[0].shape[1], self.tiles
+        num_tiles = triton.cdiv(segment.max_seqlen_q * triton.next_power_of_2(q_THD.shape[1] // K), tiles.block_m)
+        return splits_for(segment.rows * K * num_tiles, segment.max_keys, tiles.min_split_keys, self.planned)
+
+    def paged_partial(
+        self, q_THD: Tensor, view: CachedHeads, segment: Segment, scoring: Scoring, out_THSD: Tensor, lse_THS: Tensor, *_: Any
+    ) -> None:
+        wide_hopper.launch_wide_hopper(q_THD, view, segment, scoring, out_THSD, lse_THS, self.tiles)
 
 
 @pytest.mark.parametrize(
@@ -125,13 +136,10 @@ def check_with(tiles: PagedTiles, programs: int, case: Case) -> None:
     ],
     ids=["16 rows", "chain", "empty row", "tree", "prompt", "groups of 3", "window", "MiMo chain", "MiMo tree", "MiMo prompt"],
 )  # fmt: skip
-def test_the_rule_s_own_choice(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rule_s_own_choice(case: Case) -> None:
     """Keeps out: tiles of the rule that do not fit the GPU or compute something else; and that the kernel is never taken."""
-    taken: list[int] = []
-    launch = wide_hopper.launch_wide_hopper
-    monkeypatch.setattr(wide_hopper, "launch_wide_hopper", lambda *args: (taken.append(1), launch(*args)))
+    assert wide_hopper_tiles(*world(case), PLAIN, measured=True) is not None
     check(case, TritonBackend(hopper=True))  # on an H100 as well
-    assert taken == [1]
 
 
 @pytest.mark.parametrize(
@@ -150,6 +158,6 @@ def test_one_compilation_serves_every_batch() -> None:
     """Keeps out: seconds of compiling in the middle of serving because a batch of 1 or 16 is special to Triton."""
     counts = []
     for lens in ([141], [701, 5], [300] * 16, [130]):
-        check_with(HOPPER_TILES[GEMMA], 264, Case(GEMMA, lens, 2, True))
+        check(Case(GEMMA, lens, 2, True), InTheseTiles(HOPPER_TILES[GEMMA], 264))
         counts.append(sum(len(cache[0]) for cache in wide_hopper.wide_hopper_kernel.device_caches.values()))
     assert len(set(counts)) == 1, counts

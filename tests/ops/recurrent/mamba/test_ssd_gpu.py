@@ -12,10 +12,12 @@ from toolkit.recurrent.made import Sizes, random_tree, steps_of, trash_steps, tu
 from toolkit.recurrent.mamba import SsdWeights, ssd_inputs
 from torch import Tensor
 
+from specdec.ops.recurrent.conv import Convolution, tree_convolution
 from specdec.ops.recurrent.mamba.launch import launch_ssd_parts
+from specdec.ops.recurrent.mamba.ssd_step_triton import launch_convolved_step
 from specdec.ops.recurrent.mamba.ssd_tree_triton import launch_ssd_tree
 from specdec.ops.recurrent.ssd import SsdGates, chunk_outputs, tree_outputs
-from specdec.ops.recurrent.states import ChunkSteps, RuleStates, TreeSteps
+from specdec.ops.recurrent.states import ChunkSteps, ConvStates, LayerStates, RuleStates, TreeSteps
 
 pytestmark = pytest.mark.gpu
 WIDTHS = {
@@ -56,7 +58,7 @@ def trees(rows: int, nodes: int, seed: int) -> TreeSteps:
     return steps_of(made, [(2 + 2 * row, 3 + 2 * row) for row in range(rows)], paths, PATH, "cuda")
 
 
-@pytest.mark.parametrize("nodes", [1, 6, 32, 60])
+@pytest.mark.parametrize("nodes", [1, 6, 32, 60, 65, 128])
 @pytest.mark.parametrize("rows", [1, 12])
 @pytest.mark.parametrize("name", WIDTHS)
 def test_trees_of_real_widths(name: str, rows: int, nodes: int) -> None:
@@ -72,6 +74,25 @@ def test_trees_of_real_widths(name: str, rows: int, nodes: int) -> None:
     errors += [error(ours[here, :nodes], theirs[here, :nodes]) for ours, theirs in zip(layer[1:], exact[1:], strict=True)]
     print(f"{name}, {rows} x {nodes}: outputs {error(out, want):.1e},", [f"{value:.1e}" for value in errors])
     assert error(out, want) < 3e-3 and max(errors) < 5e-6
+
+
+@pytest.mark.parametrize("rows", [1, 12])
+@pytest.mark.parametrize("name", WIDTHS)
+def test_a_step_is_what_two_launches_give(name: str, rows: int) -> None:
+    """Keeps out: a step that rounds otherwise than the convolution and the rule, which texts that end in chunks go through."""
+    sizes, steps = WIDTHS[name], trees(rows, 1, 4)
+    rule, W = memory_of(sizes, 2 + 2 * rows, PATH), sizes.Z - 1
+    last, left = (torch.randn(2 + 2 * rows, each, sizes.C, device="cuda").bfloat16() for each in (W, PATH))
+    one = LayerStates(ConvStates(last, left), rule)
+    two = LayerStates(ConvStates(last.clone(), left.clone()), RuleStates(*(each.clone() for each in rule)))
+    x, gates = tokens_of(sizes, rows)
+    conv = Convolution(*(torch.randn(*each, device="cuda").bfloat16() for each in ((W + 1, sizes.C), (sizes.C,))))
+    with torch.inference_mode():
+        got = launch_convolved_step(x, conv, gates, one, steps)
+        want = launch_ssd_tree(tree_convolution(x, conv, two.conv, steps), gates, two.rule, steps)
+    assert error(got, want) < 3e-3 and all(map(torch.equal, one.conv, two.conv))
+    here = steps.write_B
+    assert all(error(ours[here], theirs[here]) < 5e-6 for ours, theirs in zip(one.rule, two.rule, strict=True))
 
 
 @pytest.mark.parametrize("lengths", [[8192], [1, 700, 64, 33]])

@@ -11,7 +11,8 @@ from toolkit.recurrent.kimi import KimiWidths
 from toolkit.recurrent.made import path_to, random_tree, steps_of, trash_steps, turn_numbers
 from torch import Tensor
 
-from specdec.ops.recurrent.kimi.launch import launch_kimi_parts, launch_kimi_trees
+from specdec.ops.recurrent.kimi.launch import launch_kimi_trees
+from specdec.ops.recurrent.kimi.parts.launch import launch_kimi_parts
 from specdec.ops.recurrent.kimi_delta import KimiGates, chunk_outputs, tree_outputs
 from specdec.ops.recurrent.states import ChunkSteps, RuleStates, TreeSteps
 

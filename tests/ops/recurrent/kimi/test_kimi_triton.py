@@ -8,7 +8,8 @@ from toolkit.recurrent.rounds import NUMBERS, moved, parts_of
 from torch import Tensor
 
 from specdec.limits import TRASH
-from specdec.ops.recurrent.kimi.launch import KimiChunkTiles, kimi_chunk_tiles, launch_kimi_parts, launch_kimi_trees
+from specdec.ops.recurrent.kimi.launch import launch_kimi_trees
+from specdec.ops.recurrent.kimi.parts.launch import KimiChunkTiles, kimi_chunk_tiles, launch_kimi_parts
 from specdec.ops.recurrent.kimi_delta import KimiGates, chunk_outputs, tree_outputs
 from specdec.ops.recurrent.states import RuleStates
 

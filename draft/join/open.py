@@ -1,0 +1,28 @@
+"""A drafter that is joined by other sources, before its weights are read; see draft/kind.py."""
+
+from __future__ import annotations
+
+import torch
+
+from specdec.draft.drafter import DraftModel
+from specdec.draft.join.drafter import JoinedModel
+from specdec.draft.kind import Facts, OpenDrafter
+from specdec.models.checkpoints.checkpoint import Checkpoint
+from specdec.models.target import Target
+
+
+class OpenJoined(OpenDrafter):
+    """own: the drafter, of which all files are."""
+
+    def __init__(self, own: OpenDrafter) -> None:
+        super().__init__(JoinedModel(own.model))
+        self.own, self.checkpoint, self.is_apart = own, own.checkpoint, own.is_apart
+
+    def load(self, target: Target, max_positions: int, device: torch.device, dtype: torch.dtype) -> DraftModel:
+        return JoinedModel(self.own.load(target, max_positions, device, dtype))
+
+    def unkept(self, target: Checkpoint) -> set[str]:
+        return self.own.unkept(target)
+
+    def facts(self) -> Facts:
+        return self.own.facts()

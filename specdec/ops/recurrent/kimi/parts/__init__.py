@@ -1,0 +1,1 @@
+"""Kernels of Kimi's delta rule over parts of prompts."""

@@ -1,0 +1,96 @@
+"""What is learnt of paths, against a count by hand; and the kernels against the definitions."""
+
+import random
+from collections import Counter
+
+import pytest
+import torch
+from toolkit.kernels import DEVICE
+
+from specdec.batch.emitted import NewTokens
+from specdec.draft.join.survival import FIRST_DEPTHS, LENGTHS, MATCHES, MAX_TRIALS, Survival, halved
+
+P, D, E, ROWS = MATCHES + 1, 7, 5, 6
+
+
+def a_round(seed: int) -> tuple[torch.Tensor, torch.Tensor, NewTokens, torch.Tensor]:
+    """Paths of a few tokens of two, their lengths, what a round emitted, and which rows count."""
+    rng = random.Random(seed)
+    tokens = torch.tensor([[[rng.randrange(2) for _ in range(D)] for _ in range(P)] for _ in range(ROWS)])
+    tokens[:, -1, rng.randrange(D) :] = -1
+    lengths = torch.tensor([[rng.randrange(LENGTHS + 3) for _ in range(P)] for _ in range(ROWS)])
+    last = torch.tensor([rng.randrange(E) for _ in range(ROWS)])
+    new = NewTokens(torch.zeros(ROWS, dtype=torch.int32), torch.randint(2, (ROWS, E)), last, None)
+    return tokens, lengths, new, torch.tensor([rng.randrange(2) for _ in range(ROWS)])
+
+
+def counted(rounds: list[int]) -> Counter[tuple[int, int, int, int]]:
+    """(class, length, group, 0 for a trial and 1 for an accepted one): how often."""
+    found = Counter[tuple[int, int, int, int]]()
+    for seed in rounds:
+        tokens, lengths, new, active = a_round(seed)
+        for b in range(ROWS):
+            for p in range(P):
+                kind = 2 if p == MATCHES else min(p, 1)
+                for d in range(min(D, E)):
+                    token = int(tokens[b, p, d])
+                    if not active[b] or d > int(new.last_B[b]) or token < 0:
+                        break
+                    group = max(i for i, first in enumerate(FIRST_DEPTHS) if d >= first)
+                    cell = kind, min(int(lengths[b, p]), LENGTHS - 1), group
+                    found[*cell, 0] += 1
+                    if token != int(new.tokens_BE[b, d]):
+                        break
+                    found[*cell, 1] += 1
+    return found
+
+
+def test_counts_are_those_by_hand() -> None:
+    """Keeps out: trials after a wrong token, in rows of padding, after the bonus token or after a path's end."""
+    survival = Survival(torch.device("cpu"))
+    for seed in range(20):
+        torch.manual_seed(seed)
+        survival.learn(*a_round(seed))
+    want = torch.zeros_like(survival.counts_CLG2)
+    for seed in range(20):
+        torch.manual_seed(seed)
+        for cell, times in counted([seed]).items():
+            want[cell] += times
+    assert torch.equal(survival.counts_CLG2, want) and int(want.sum()) > 300
+
+
+def test_rates_follow_what_was_accepted() -> None:
+    """Keeps out: rates of another class or length, and a logarithm of 0."""
+    survival = Survival(torch.device("cpu"))
+    lengths = torch.tensor([[8, 0, 0]])
+    before = survival.log_rates(lengths, 6)
+    assert bool((before < 0).all()) and bool(before.isfinite().all())
+    survival.counts_CLG2[0, 8, :] = torch.tensor([100, 100], dtype=torch.int32)
+    survival.counts_CLG2[1, 0, :] = torch.tensor([100, 0], dtype=torch.int32)
+    after = survival.log_rates(lengths, 6).exp()
+    assert bool((after[0, 0] > 0.98).all()) and bool((after[0, 1] < 0.04).all()) and bool((after[0, 1] > 0).all())
+    assert torch.equal(after[0, 2], before[0, 2].exp())
+
+
+def test_old_trials_weigh_less() -> None:
+    counts = torch.tensor([[MAX_TRIALS + 1, 7], [MAX_TRIALS, 7]], dtype=torch.int32)
+    assert halved(counts).tolist() == [[(MAX_TRIALS + 1) // 2, 3], [MAX_TRIALS, 7]]
+
+
+def test_the_kernels_learn_the_same() -> None:
+    from specdec.draft.join.survival_triton import launch_learn
+
+    survival = Survival(torch.device("cpu"))
+    survival.counts_CLG2.random_(2 * MAX_TRIALS)
+    ours = survival.counts_CLG2.to(DEVICE)
+    for seed in range(4):
+        tokens, lengths, new, active = a_round(seed)
+        survival.learn(tokens, lengths, new, active)
+        there = NewTokens(*(None if x is None else x.to(DEVICE) for x in new))  # type: ignore[arg-type]
+        launch_learn(ours, tokens.to(DEVICE), lengths.to(DEVICE), there, active.to(DEVICE))
+    assert torch.equal(ours.cpu(), survival.counts_CLG2)
+
+
+@pytest.mark.gpu
+def test_the_kernels_on_a_gpu() -> None:
+    test_the_kernels_learn_the_same()
