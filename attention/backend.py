@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from specdec.attention.caches.layout import HeadsView, KVView
-from specdec.attention.caches.split_cache import SplitView
+from specdec.attention.caches.split_cache import QuantSplitView, SplitView
 from specdec.attention.kinds import PLAIN, Scoring
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.attention.state import AttentionState, merge_all, merge_states, with_sinks
@@ -57,7 +57,7 @@ class Backend(ABC):
         view.write(slots_T, kv_T2KD)
         return q_TQD
 
-    def store_rows(self, view: SplitView, rows_TC: Tensor, slots_T: Tensor, prep: HeadPrep) -> Tensor:
+    def store_rows(self, view: SplitView | QuantSplitView, rows_TC: Tensor, slots_T: Tensor, prep: HeadPrep) -> Tensor:
         """`store` for rows [T, (Q + K) D + K E] of heads whose values have another width than keys."""
         (_, _, D), (_, _, E) = (x.shape for x in view.heads)
         q_TQD, k_TKD, v_TKE = prep.apply_rows_(rows_TC, D, E)

@@ -222,9 +222,14 @@ class SplitInputs(LayerInputs):
         return self.heads
 
     def dense_as_stored(self, as_stored: Callable[[Tensor], Tensor]) -> DenseHeads:
-        q_TQD, k_TKD, v_TKE = self.heads
-        rows = as_stored(torch.cat((k_TKD.flatten(1), v_TKE.flatten(1)), dim=1)).split((k_TKD[0].numel(), v_TKE[0].numel()), 1)
-        return DenseHeads(q_TQD, *(x.unflatten(1, (k_TKD.shape[1], -1)) for x in rows))
+        return _rows_as_stored(self.heads, as_stored)
+
+
+def _rows_as_stored(heads: DenseHeads, as_stored: Callable[[Tensor], Tensor]) -> DenseHeads:
+    """`LayerInputs.dense_as_stored`, where a cache keeps a row [K D + K E] of a token."""
+    q_TQD, k_TKD, v_TKE = heads
+    rows = as_stored(torch.cat((k_TKD.flatten(1), v_TKE.flatten(1)), dim=1)).split((k_TKD[0].numel(), v_TKE[0].numel()), 1)
+    return DenseHeads(q_TQD, *(x.unflatten(1, (k_TKD.shape[1], -1)) for x in rows))
 
 
 @dataclass
@@ -240,11 +245,14 @@ class RowInputs(LayerInputs):
     prep: HeadPrep
 
     def paged(self, call: LayerCall) -> Tensor:
-        assert isinstance(call.view, SplitView), f"values of another width need a cache of their own, got {call.view}"
+        assert isinstance(call.view, SplitView | QuantSplitView), f"unlike widths need a cache of rows, got {call.view}"
         return call.attend(call.asked(call.backend.store_rows(call.view, self.rows_TC, call.slots_T, self.prep)))
 
     def dense(self) -> DenseHeads:
         return DenseHeads(*self.prep.apply_rows_(self.rows_TC, self.head_dim, self.value_dim))
+
+    def dense_as_stored(self, as_stored: Callable[[Tensor], Tensor]) -> DenseHeads:
+        return _rows_as_stored(self.dense(), as_stored)
 
 
 @dataclass

@@ -21,7 +21,7 @@ from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.caches.int8_keys import Int8KeysView
 from specdec.attention.caches.latent_view import LatentView
 from specdec.attention.caches.layout import CachedHeads, HeadsView, KVView
-from specdec.attention.caches.split_cache import SplitView
+from specdec.attention.caches.split_cache import QuantSplitView, SplitView
 from specdec.attention.kernels.hopper_tiles import hopper_tiles, is_measured
 from specdec.attention.kernels.paged_triton import paged_attention_kernel
 from specdec.attention.kernels.rope_store_triton import StoredView, launch_rope, launch_rope_store, launch_rows_store
@@ -70,7 +70,8 @@ class TritonBackend(Backend):
         assert isinstance(view, StoredView)
         return launch_rope_store(qkv_TXD, view, slots_T, prep, self.numerics)
 
-    def store_rows(self, view: SplitView, rows_TC: Tensor, slots_T: Tensor, prep: HeadPrep) -> Tensor:
+    def store_rows(self, view: SplitView | QuantSplitView, rows_TC: Tensor, slots_T: Tensor, prep: HeadPrep) -> Tensor:
+        assert isinstance(view, SplitView), "the table of capabilities refuses such caches"
         return launch_rows_store(rows_TC, view, slots_T, prep, self.numerics)
 
     def store_and_attend(

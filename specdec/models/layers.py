@@ -23,7 +23,7 @@ from specdec.models.yarn import YarnRope, yarn_frequencies
 from specdec.ops.norm import add_normed, add_rms_norm, embed_rms_norm, rms_norm
 from specdec.ops.products.dense import relu2
 from specdec.ops.products.partials import Delta, Partials, added_up
-from specdec.ops.rope import HeadPrep, Rotation, rotary_table
+from specdec.ops.rope import PLAIN_VALUES, HeadPrep, Rotation, rotary_table
 from specdec.parallel.group import ALONE, Group
 
 
@@ -220,6 +220,7 @@ class SelfAttention(nn.Module):
         self.shares_kv = shares_kv
         self.num_heads, self.num_kv_heads = config.num_heads, 0 if shares_kv else config.num_kv_heads
         self.head_dim, self.rope = config.head_dim, config.rope
+        self.values = PLAIN_VALUES  # what has to be done to values; families with another way set this
         self._scoring = PLAIN if config.attention_scale is None else Scoring(scale=config.attention_scale)
         self.qkv_proj = projection(config, in_features, self.num_kv_heads, self.query_rows)
         self.o_proj = Linear.row(self.num_heads * config.heads.value_dim, config.hidden_size, config.shard, config.o_bias)
@@ -232,7 +233,8 @@ class SelfAttention(nn.Module):
         """From x [T, in_features] to [T, H], or to [R, H] with rows_R.  The caller adds the result to the residual stream."""
         norm = self.qk_norm
         turned = None if self.rope.kind == NO_ROPE else rotation
-        prep = HeadPrep(turned, self.num_kv_heads, norm.weight if norm else None, norm.eps if norm else 0.0)
+        weight, eps = (norm.weight, norm.eps) if norm else (None, 0.0)
+        prep = HeadPrep(turned, self.num_kv_heads, weight, eps, self.values)
         qkv_TXD = self.project(x_TH)
         inputs = QueryInputs(qkv_TXD, prep) if self.shares_kv else HeadInputs(qkv_TXD, prep)
         return self.o_proj(attn(layer, inputs, rows_R, self.scoring).flatten(1), partials=True)

@@ -26,7 +26,7 @@ from specdec.ops.norm import add_rms_norm
 from specdec.ops.products.experts import GeGLU
 from specdec.ops.products.own_pairs import Kept, own_pairs
 from specdec.ops.products.partials import Partials, added_up
-from specdec.ops.rope import Rotation
+from specdec.ops.rope import PLAIN_VALUES, Rotation, ValuePrep
 from specdec.ops.rows import select_rows
 
 
@@ -38,17 +38,7 @@ class GemmaAttention(SelfAttention):
 
     def __init__(self, config: GemmaConfig, shares_kv: bool) -> None:
         super().__init__(config, config.hidden_size, shares_kv)
-        self.values_are_keys, self.eps = config.values_are_keys, config.rms_norm_eps
-
-    def project(self, x_TH: Tensor) -> Tensor:
-        qkv_TXD = super().project(x_TH)
-        if self.shares_kv:
-            return qkv_TXD
-        v_TKD = F.rms_norm(qkv_TXD[:, -self.num_kv_heads :], (self.head_dim,), None, self.eps)
-        if self.values_are_keys:
-            return torch.cat((qkv_TXD, v_TKD), dim=1)
-        qkv_TXD[:, -self.num_kv_heads :] = v_TKD
-        return qkv_TXD
+        self.values = PLAIN_VALUES if shares_kv else ValuePrep(normed=True, are_keys=config.values_are_keys)
 
 
 class GeluMLP(MLP):

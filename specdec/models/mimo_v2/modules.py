@@ -12,7 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from specdec.attention.inputs import AttentionFn, DenseHeads, HeadInputs, LayerInputs, SplitInputs
+from specdec.attention.inputs import AttentionFn, HeadInputs, LayerInputs, RowInputs
 from specdec.attention.kinds import Scoring
 from specdec.models.causal_lm import PreNormLayer
 from specdec.models.config import NO_ROPE
@@ -21,7 +21,7 @@ from specdec.models.making import made_now
 from specdec.models.mimo_v2.config import MiMoConfig
 from specdec.models.mixtures.layer import mlp_of
 from specdec.ops.products.partials import Partials
-from specdec.ops.rope import HeadPrep, Rotation
+from specdec.ops.rope import HeadPrep, Rotation, ValuePrep
 
 
 class SplitAttention(SelfAttention):
@@ -29,7 +29,7 @@ class SplitAttention(SelfAttention):
 
     def __init__(self, config: MiMoConfig) -> None:
         super().__init__(config, config.hidden_size)
-        self.value_dim, self.value_scale = config.heads.value_dim, config.value_scale
+        self.value_dim, self.values = config.heads.value_dim, ValuePrep(scale=config.value_scale)
         empty = torch.empty(config.num_heads, dtype=torch.float32, device=made_now().device)
         self.sinks_Q = nn.Buffer(empty) if config.has_sinks else None
 
@@ -43,14 +43,10 @@ class SplitAttention(SelfAttention):
 
     def _inputs(self, qkv: Tensor, rotation: Rotation) -> LayerInputs:
         """qkv: [T, (Q + K) D + K E]."""
-        turned = (self.num_heads + self.num_kv_heads) * self.head_dim
-        qkv[:, turned:].mul_(self.value_scale)
+        prep = HeadPrep(rotation, self.num_kv_heads, values=self.values)
         if self.value_dim == self.head_dim:
-            return HeadInputs(qkv.unflatten(-1, (-1, self.head_dim)), HeadPrep(rotation, self.num_kv_heads))
-        qk_TXD = qkv[:, :turned].unflatten(-1, (-1, self.head_dim))
-        rotation.rotate_(qk_TXD)
-        v_TKE = qkv[:, turned:].unflatten(-1, (-1, self.value_dim))
-        return SplitInputs(DenseHeads(qk_TXD[:, : self.num_heads], qk_TXD[:, self.num_heads :], v_TKE))
+            return HeadInputs(qkv.unflatten(-1, (-1, self.head_dim)), prep)
+        return RowInputs(qkv, self.head_dim, self.value_dim, prep)
 
     @property
     def scoring(self) -> Scoring:

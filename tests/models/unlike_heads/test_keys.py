@@ -1,6 +1,7 @@
 """Keys of config.json of families with unlike heads: each is read, two that say one thing agree, unknown ones are refused."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,29 @@ def test_keys_mean_what_transformers_computes(
             our_logits(ours)
         return
     torch.testing.assert_close(our_logits(ours), their_logits(theirs)[0], atol=1e-4, rtol=1e-4)
+
+
+VALUES: tuple[Any, ...] = (
+    None, "", "x", -1, 0, 10**9, 1e9, 10**30, 0.5, float("nan"), True, [], [None], ["x"] * 2, [1, 0], {}, {"a": 1},
+    {"1": {"head_dim": "x"}}, {WHOLE: 3, WINDOWED: []},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "parse"), [(MIMO, parse_mimo_v2), (GEMMA, parse_gemma4)], ids=BOTH)
+def test_wrong_values_are_read_or_refused(zoo: NativeZoo, family: str, parse: Callable[[dict[str, Any], str], object]) -> None:
+    """Every key that a row or a file has, with every value.  Keeps out: any other error than one that names file and key."""
+    raw = zoo.config(family)
+    keys = raw.keys() | {key for own, changes, _ in ROWS if own == family for key in changes}
+    changed = [{**raw, key: value} for key in sorted(keys) for value in VALUES]
+    said = raw["rope_parameters"]
+    for kind in said:
+        for key in ("rope_type", "rope_theta", "partial_rotary_factor", "factor"):
+            changed += [{**raw, "rope_parameters": {**said, kind: {**said[kind], key: value}}} for value in VALUES]
+    for config in changed:
+        try:
+            parse(config, "config.json")
+        except ValueError as error:
+            assert str(error).startswith("config.json"), error
 
 
 _RAW: dict[str, Any] = dict(
