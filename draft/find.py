@@ -50,11 +50,11 @@ def find_drafter(draft: Draft, options: EngineOptions) -> str | Path | Joined | 
         found = find_drafter(_joined(sources), options)
         assert isinstance(found, str | Path)
         return found if len(sources) == 1 else Joined(found)
-    assert draft is None or isinstance(draft, str | Path)
     if draft is None or kind_of(draft):
+        assert draft is None or isinstance(draft, str)
         refuse_idle(options, draft)
         return draft
-    return head_folder(draft)
+    return head_folder(draft)  # type: ignore[arg-type]  # what is no list, and what is neither is refused there
 
 
 def _joined(draft: Sequence[str | Path]) -> str | Path:

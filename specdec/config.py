@@ -25,7 +25,7 @@ GrammarKind = Literal["json_schema", "regex", "grammar"]  # the fields of Sampli
 GraphMode = Literal["round", "step", False]  # one CUDA graph a round, one a phase, or none
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True, init=False, repr=False)
 class SpecConfig:
     """The shape of the draft tree, in EAGLE's three numbers and, where a drafter is not the only source, a fourth.
 
@@ -83,6 +83,11 @@ class SpecConfig:
             )
         checks.store(self, num_steps=S, topk=k, num_draft_tokens=nd, max_depth=None)
 
+    def __repr__(self) -> str:
+        numbers = {each.name: getattr(self, each.name) for each in fields(self)}
+        said = ", ".join(f"{name}={number!r}" for name, number in numbers.items() if number is not None)
+        return f"SpecConfig({said})"
+
     @staticmethod
     def _checked_depth(S: int | Literal["auto"], k: int, nd: int, max_depth: int) -> int:
         """max_depth beside the other three numbers.  ValueError if they do not fit."""
@@ -124,7 +129,8 @@ class SpecConfig:
         most = _candidates(self.max_steps, self.topk) + 1
         return SpecConfig(self.num_steps, self.topk, most if self.topk == 1 else min(most, self.num_draft_tokens))
 
-    def with_depth(self) -> SpecConfig:
+    @property
+    def joined(self) -> SpecConfig:
         """The shape with room for other sources: paths as deep as the nodes allow, unless it says how deep."""
         if self.max_depth is not None:
             return self

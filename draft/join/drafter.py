@@ -46,7 +46,7 @@ class JoinedModel(DraftModel):
                 "num_steps='auto' chooses among the trees of a drafter alone, got several sources; nearest settings that work: "
                 f"SpecConfig({SpecConfig().label}), or one drafter"
             )
-        return spec.with_depth()
+        return spec.joined
 
     def check(self, spec: SpecConfig) -> None:
         self.drafter.check(spec.of_drafter)

@@ -100,6 +100,9 @@ class MemoryPlan(NamedTuple):
         return self.total <= self.memory
 
 
+NOTHING_YET = 0, 0, 0  # memory, longest and widest of a plan, before a memory is asked about
+
+
 def capability_here() -> tuple[int, int]:
     """Of the GPU here; without one, of the kind that is likeliest meant."""
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else FIRST
@@ -146,9 +149,7 @@ def plan_memories(
         at(context, batch),
         tuple(sum(kv_page_bytes([c], settings, layer_groups([c], settings))) // settings.page_size for c in models.configs),
         token_bytes_by_kind(models.configs[0], options.kv_cache_dtype, settings.dtype),
-        memory=0,
-        longest=0,
-        widest=0,
+        *NOTHING_YET,
         ranks=options.tensor_parallel_size,
         experts=experts_line(config, settings),
         refusal=_refusal(config, settings),

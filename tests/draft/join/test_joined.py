@@ -94,7 +94,7 @@ def test_the_shape_of_several_sources() -> None:
     """Keeps out: depths that the nodes can't fill, and a chain whose nodes the drafter's own shape does not allow."""
     spec = SpecConfig(5, 1, 16, 15)
     assert not spec.is_chain and spec.levels == 15 and spec.of_drafter == SpecConfig(5, 1, 6) and spec.label == "5,1,16,15"
-    assert SpecConfig(5, 4, 16).with_depth() == SpecConfig(5, 4, 16, 15)
+    assert SpecConfig(5, 4, 16).joined == SpecConfig(5, 4, 16, 15)
     assert SpecConfig(3, 2, 30, 29).of_drafter == SpecConfig(3, 2, 11)
     for given, message in (
         ((5, 4, 16, 16), r"max_depth must be in \[5, 15\], got 16; nearest .* max_depth=15"),
