@@ -244,7 +244,7 @@ class Driver(Hooks):
     def cache(self, model: Model) -> Any:
         if model == "target":
             return self._workers.verifier.cache
-        return getattr(self.drafter, "inner", self.drafter).cache
+        return getattr(self.drafter, "inner", getattr(self.drafter, "drafter", self.drafter)).cache
 
     def committed_kv(self, model: Model, row: int) -> Tensor:
         """[layers, L, 2, K, D]: keys and values of a row's committed tokens."""

@@ -9,6 +9,8 @@ import torch
 
 from specdec import SpecConfig, SpecDecoder
 from specdec.decoder import Tokenizer
+from specdec.draft.kind import Draft
+from specdec.draft.ngram.store import TokenStore
 from specdec.loading.build import build_runner, plan_pool
 from specdec.loading.load import load_pair
 from specdec.loading.ranks import run_step
@@ -22,14 +24,14 @@ Result = TypeVar("Result")
 
 
 def fill_with_nan(cache: Any) -> None:
-    """Makes what was never written visible wherever it is read."""
-    for buffers in cache.buffers_of.values():
+    """Makes what was never written visible wherever it is read; a text's tokens are ids wherever they lie."""
+    for buffers in cache.buffers_of.values() if not isinstance(cache, TokenStore) else ():
         for buffer in buffers.values():
             buffer.fill_(torch.nan if buffer.is_floating_point() else 99)
 
 
 def with_ranks(
-    target: Path, draft: Path | None, spec: SpecConfig, size: int, use: Callable[[SpecDecoder], Result],
+    target: Path, draft: Draft, spec: SpecConfig, size: int, use: Callable[[SpecDecoder], Result],
     prepare: Callable[[Target], None] = lambda model: None, **settings: Any,
 ) -> Result:  # fmt: skip
     """What `use` gives for a decoder of `size` ranks, all of whose caches hold NaN where nothing was written.
