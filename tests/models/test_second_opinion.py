@@ -61,10 +61,14 @@ def test_both_write_the_same(folder: Path, tmp_path: Path, head: str, shape: tup
 
 
 @pytest.mark.parametrize("kept", ["fp8", "int8"])
-def test_split_heads_have_no_quantised_cache(folder: Path, kept: str) -> None:
-    """Keeps out: a setting that is ignored."""
-    with pytest.raises(ValueError, match=f"values that are not as wide as their keys in .*{kept}.*kv_cache_dtype='auto'"):
-        SpecDecoder.from_pretrained(folder, backend="transformers", device="cpu", kv_cache_dtype=kept)
+def test_split_heads_in_8_bits(folder: Path, tmp_path: Path, kept: str) -> None:
+    """Keeps out: a setting that is ignored, and trees that read values of another width than was stored."""
+    draft, prompts = HEADS["eagle3"](tmp_path / "head", folder), ragged_prompts(40, 5, seed=12)
+    settings = dict(backend="transformers", device="cpu", dtype="float32", max_seq_len=64, kv_cache_dtype=kept)
+    with SpecDecoder.from_pretrained(folder, draft, SpecConfig(4, 4, 16), **settings) as decoder:
+        fast, plain = (decoder.generate(prompts, SamplingParams(max_tokens=16), speculate=on) for on in (True, False))
+        assert decoder.engine.runner.workers.verifier.cache.buffers_of and decoder.settings.options.kv_cache_dtype == kept
+    assert [out.token_ids for out in fast] == [out.token_ids for out in plain]
 
 
 @pytest.mark.gpu

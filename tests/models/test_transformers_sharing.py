@@ -45,13 +45,13 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> Families:
 
 
 def load(folder: Path) -> TransformersTarget:
-    target = load_chosen(choose_target(folder), folder, 128, CPU, torch.float32, cuda_graphs=False)
+    target = load_chosen(choose_target(folder, "transformers"), folder, 128, CPU, torch.float32, cuda_graphs=False)
     assert isinstance(target, TransformersTarget)
     return target
 
 
 def decoder_of(families: Families, name: str, spec: SpecConfig | None, head: Path | None, **settings: Any) -> SpecDecoder:
-    merged = {"device": "cpu", "dtype": "float32", "max_seq_len": 128, **settings}
+    merged = {"device": "cpu", "dtype": "float32", "max_seq_len": 128, "backend": "transformers", **settings}
     return SpecDecoder.from_pretrained(families.target(name), head, spec, **merged)
 
 
@@ -90,10 +90,10 @@ def test_keys_of_published_configs_are_known(families: Families, tmp_path: Path,
 
 
 def test_heads_of_two_widths_are_refused(tmp_path: Path) -> None:
-    """As published Gemma 4 models have them."""
+    """As published Gemma 4 models have them, which specdec's own modules run."""
     save_family(tmp_path, "gemma4_text", 0, **FAMILIES["gemma4"][1] | {"global_head_dim": 32})
     with pytest.raises(ValueError, match=r"all layers must have the same heads.* \[\(4, 2, 16, 16\), \(4, 2, 32, 32\)\]"):
-        choose_target(tmp_path)
+        choose_target(tmp_path, "transformers")
 
 
 def test_features_of_several_streams_are_refused(families: Families, tmp_path: Path) -> None:

@@ -91,6 +91,18 @@ def test_the_kernels_learn_the_same() -> None:
     assert torch.equal(ours.cpu(), survival.counts_CLG2)
 
 
+def test_the_kernel_halves_the_same() -> None:
+    """Keeps out: cells that are halved alone, or beyond the table's end."""
+    from specdec.draft.join.survival_triton import launch_learn
+
+    survival, (tokens, lengths, new, active) = Survival(torch.device("cpu")), a_round(1)
+    survival.counts_CLG2.random_(2 * MAX_TRIALS)
+    ours = survival.counts_CLG2.to(DEVICE)
+    there = NewTokens(*(None if x is None else x.to(DEVICE) for x in new))  # type: ignore[arg-type]
+    launch_learn(ours, tokens.to(DEVICE), lengths.to(DEVICE), there, torch.zeros_like(active).to(DEVICE))
+    assert torch.equal(ours.cpu(), halved(survival.counts_CLG2))
+
+
 @pytest.mark.gpu
 def test_the_kernels_on_a_gpu() -> None:
     test_the_kernels_learn_the_same()

@@ -217,7 +217,7 @@ CHOSEN: dict[str, list[str]] = {
     "paths_kernel": ["tests/draft/join/test_paths.py::test_the_kernel_finds_the_same_paths[9-None-chain]"],
     "join_kernel": ["tests/draft/join/test_join.py::test_the_kernel_finds_the_same_candidates[3]"],
     "learn_kernel": ["tests/draft/join/test_survival.py::test_the_kernels_learn_the_same"],
-    "halve_counts_kernel": ["tests/draft/join/test_survival.py::test_the_kernels_learn_the_same"],
+    "halve_counts_kernel": ["tests/draft/join/test_survival.py::test_the_kernel_halves_the_same"],
     "block_tables_kernel": ["tests/draft/block/test_tables.py::test_tables_of_blocks[3-6-16-4]"],
     "path_tables_kernel": ["tests/verify/test_kernels.py::test_tables_equal_the_definition[4-16-5-1]"],
     "state_numbers_kernel": ["tests/verify/test_states.py::test_kernels_equal_their_definitions[0]"],
