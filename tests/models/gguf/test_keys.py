@@ -175,7 +175,9 @@ def test_what_no_gguf_file_can_do(tmp_path, folder, capsys):
     assert choose_target(folder.rename(tmp_path / "folder.gguf")).config.hidden_size == 64, "a folder, whatever its name"
     with pytest.raises(ValueError, match="tensor 'token_embd.weight' must be a matrix"):
         Tokenizer(rewritten(path, tmp_path / "n.gguf", token_embd__weight=None))
-    with pytest.raises(ValueError, match="draft: .* is the target itself, and a model does not draft for itself; nearest .* draft='ngram'"):
+    with pytest.raises(
+        ValueError, match="draft: .* is the target itself, and a model does not draft for itself; nearest .* draft='ngram'"
+    ):
         SpecDecoder.from_pretrained(path, path, SpecConfig(), device="cpu")
     with pytest.raises(ValueError, match=r"m\.gguf: draft='mtp'|draft='mtp' runs"):
         SpecDecoder.from_pretrained(path, "mtp", device="cpu")
