@@ -102,6 +102,11 @@ class BenchOptions:
             )
         if self.synthetic_acceptance is not None:
             check_probabilities(self.synthetic_acceptance, self.specs)
+            if isinstance(self.draft, Sequence) and not isinstance(self.draft, str) and len(self.draft) > 1:
+                raise ValueError(
+                    "synthetic_acceptance forces one drafter's best path, which trees of several sources don't have, got draft="
+                    f"{spelled(self.draft)}; nearest thing that works: one drafter"
+                )
             if self.sampling.stop_strings or self.sampling.stop_token_ids:
                 raise ValueError(
                     "stop and stop_token_ids say where the target's own text ends, and synthetic_acceptance forces another "
