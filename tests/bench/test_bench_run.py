@@ -90,6 +90,23 @@ def test_a_request_that_fails_leaves_the_other_cells(zoo: Zoo, monkeypatch: pyte
     assert measurement.cells[0].outputs.verdict == "equal" and measurement.diverged
 
 
+def test_cells_of_several_sources_have_the_rounds_that_are_served(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: matches that reach no deeper in a benchmark than the drafter does, unlike anywhere else."""
+    generate, seen = Session.generate, set[SpecConfig | None]()
+
+    def watched(self: Session, *args: Any, **kwargs: Any) -> Any:
+        seen.add(self.settings.spec)
+        return generate(self, *args, **kwargs)
+
+    monkeypatch.setattr(Session, "generate", watched)
+    draft = [str(zoo.head("llama", "eagle3")), "suffix"]
+    measurement = run_bench(small(zoo, draft=draft, specs=(SpecConfig(3, 2, 7), SpecConfig(2, 1, 3)), batch_sizes=(1,)))
+    assert seen == {SpecConfig(3, 2, 7, 6), SpecConfig(2, 1, 3, 2)}
+    assert [cell.outputs.verdict for cell in measurement.cells] == ["equal", "equal"]
+    with pytest.raises(ValueError, match="max_depth says how deep paths of other sources reach"):
+        run_bench(small(zoo, specs=(SpecConfig(5, 4, 16), SpecConfig(2, 1, 5, 4))))
+
+
 def test_a_session_times_phases(zoo: Zoo) -> None:
     """Keeps out: times that carry on from the round before, and an engine that goes on waiting for every phase."""
     session = Session(zoo.decoder("llama", "eagle3", SPEC, max_batch_size=2))
