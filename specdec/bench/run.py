@@ -232,7 +232,7 @@ def _run_cells(
     for number, (size, spec) in enumerate(options.work):
         of_cell = Laps()
         _free_memory(settings.device)  # of the last decoder, whose pool would shrink this one's
-        chosen = replace(settings.with_options(max_batch_size=size), spec=spec).with_drafter(head)
+        chosen = replace(settings.with_options(max_batch_size=size), spec=spec)
         session = Session(SpecDecoder(model, head, chosen, tokenizer, ranks), rehearsed)
         of_cell.lap("decoder")
         if forced is not None:
