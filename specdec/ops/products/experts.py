@@ -37,6 +37,11 @@ from specdec.ops.products.tiles.experts import (
 )
 
 
+# Threshold in tokens: above it experts without gates in 16 bits run sorted, of which their second product is faster there.
+# Measured on an H200 (Nemotron-3-Nano, ms of all layers): 8 tokens 4.6 against 4.9, 32 tokens 11.5 against 9.7.
+MAX_UNGATED = 16
+
+
 class SwiGLU(NamedTuple):
     """How an expert's gate multiplies its up projection: gate * sigmoid(alpha * gate) * up.
 
@@ -160,6 +165,8 @@ def mixture_tiles(x_TH: Tensor, experts: Experts, top_k: int, numerics: Numerics
     hopper = False
     if isinstance(experts, DenseExperts):
         if not all(stack.is_contiguous() and stack.dtype == x_TH.dtype for stack in experts[:2]):
+            return None
+        if inputs_of(experts.form.activation) == 1 and len(x_TH) > MAX_UNGATED:
             return None
         count = len(experts.gate_up)
     else:
