@@ -61,6 +61,11 @@ class OpenSmallModel(OpenDrafter):
         return SmallModel(own, self.target_ids, self.words)
 
     def translate(self, words: Translation) -> None:
+        if self.chosen.config.reads_ids:
+            raise ValueError(
+                f"draft: {self.place} has other tokens than the target, and its layers read tokens by their own ids, beside "
+                "embeddings; nearest thing that works: a model with the target's tokenizer, or draft='ngram'"
+            )
         if self.ranks > 1:
             raise ValueError(
                 f"draft: {self.place} has other tokens than the target, which a model on one process drafts, got "
@@ -102,7 +107,17 @@ def refusal_of(own: ModelConfig, target: ModelConfig) -> str:
 
 
 def windowed(config: ModelConfig) -> ModelConfig:
-    """The same model, whose layers read no more tokens back than it was trained on."""
-    most = config.max_position
-    kinds = (replace(kind, window=min(kind.window or most, most)) for kind in config.layer_kinds)
-    return replace(config, layer_kinds=tuple(kinds))
+    """The same model, whose layers read no more tokens back than it was trained on.
+
+    ValueError if kinds of layers with unlike heads would then read the same keys: a layer's kind is what tells its heads.
+    """
+    nearer = {
+        kind: replace(kind, window=min(kind.window or config.max_position, config.max_position)) for kind in config.layer_kinds
+    }
+    if config.unlike_heads and len(set(nearer.values())) < len(nearer):
+        raise ValueError(
+            f"beyond_trained='window' would give layers with unlike heads one window of {config.max_position}; nearest setting "
+            "that works: beyond_trained='draft'"
+        )
+    unlike = tuple((nearer.get(kind, kind), heads) for kind, heads in config.unlike_heads)
+    return replace(config, layer_kinds=tuple(nearer[kind] for kind in config.layer_kinds), unlike_heads=unlike)

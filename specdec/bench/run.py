@@ -102,6 +102,11 @@ class BenchOptions:
             )
         if self.synthetic_acceptance is not None:
             check_probabilities(self.synthetic_acceptance, self.specs)
+            if self.joins:
+                raise ValueError(
+                    "synthetic_acceptance forces one drafter's best path, which trees of several sources don't have, got draft="
+                    f"{spelled(self.draft)}; nearest thing that works: one drafter"
+                )
             if self.sampling.stop_strings or self.sampling.stop_token_ids:
                 raise ValueError(
                     "stop and stop_token_ids say where the target's own text ends, and synthetic_acceptance forces another "
@@ -109,7 +114,7 @@ class BenchOptions:
                 )
         if self.profile:
             for spec in self.specs:
-                check_profile(self.sampling.max_tokens, spec)
+                check_profile(self.sampling.max_tokens, self.resolved(spec))
 
     def _check_count(self) -> None:
         """ValueError unless there are as many prompts as were asked for, and enough for the largest batch."""
@@ -134,6 +139,15 @@ class BenchOptions:
     def sides(self) -> int:
         """1 for plain decoding alone, 2 where a draft is compared with it."""
         return 1 if self.draft is None else 2
+
+    @property
+    def joins(self) -> bool:
+        """Whether trees have several sources."""
+        return isinstance(self.draft, list | tuple) and len(self.draft) > 1
+
+    def resolved(self, spec: SpecConfig) -> SpecConfig:
+        """The shape that rounds have: where matches join a drafter, with all the levels that these may reach."""
+        return spec.joined if self.joins and not spec.is_auto else spec
 
     @property
     def work(self) -> list[tuple[int, SpecConfig | None]]:
@@ -277,13 +291,14 @@ def _report_pass(options: BenchOptions, on_progress: Progress, number: int, what
 
 def _load(options: BenchOptions, longest_prompt: int, ranks: Ranks) -> tuple[Target, DraftModel | None, EngineSettings]:
     """Both models, once for all cells, with room in their position tables for the widest look-ahead."""
-    widest = max(options.specs, key=lambda spec: spec.lookahead, default=SpecConfig())  # without a draft it is not looked at
+    # Without a draft it is not looked at.
+    widest = max(options.specs, key=lambda spec: options.resolved(spec).lookahead, default=SpecConfig())
     length = options.engine.max_seq_len or longest_prompt + options.sampling.max_tokens
     engine = replace(options.engine, max_batch_size=max(options.batch_sizes), max_seq_len=length)
     model, head, settings, _ = ranks.load(WantedPair(options.target, options.draft, widest, engine))
     for spec in options.specs:
         assert head is not None
-        head.shapes(spec, warns=spec != widest)  # loading has warned of the widest
+        head.shapes(head.resolved(spec), warns=spec != widest)  # loading has warned of the widest
         if options.synthetic_acceptance is not None and spec.topk >= model.config.vocab_size:
             raise ValueError(
                 f"synthetic_acceptance needs a token that no branch holds: topk must be below the vocabulary "

@@ -258,6 +258,11 @@ class ModelConfig:
         return tuple(layer for layer, kind in enumerate(self.layer_kinds) if kind.attends)
 
     @property
+    def reads_ids(self) -> bool:
+        """Whether layers read token ids themselves, and not their embeddings alone."""
+        return False
+
+    @property
     def logits_scale(self) -> float:
         """What a product with the language-model head is multiplied with, to be logits."""
         return self.logits_multiplier / self.logits_divisor

@@ -343,6 +343,7 @@ def test_a_text_file_holds_one_prompt_a_line(tmp_path):
         ({"synthetic_acceptance": (0.5,) * 6}, "nearest setting that works: a --spec of 6 levels, or 5 numbers"),
         ({"synthetic_acceptance": (0.5, 1.5, 0.5, 0.5, 0.5)}, r"synthetic_acceptance\[1\] must be in \[0.0, 1.0\], got 1.5"),
         ({"synthetic_acceptance": (float("nan"),) * 5}, "got nan"),
+        ({"synthetic_acceptance": (0.5,) * 5, "draft": ["d", "suffix"]}, r"one drafter's best path, .* got draft=d \+ suffix"),
         ({"profile": True}, "max_tokens of at least 25 with num_steps=5.* got 9"),
         ({"profile": True, "specs": (SpecConfig("auto", 1, 8),)}, "a profile needs a number of levels"),
     ],

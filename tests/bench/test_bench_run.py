@@ -90,6 +90,19 @@ def test_a_request_that_fails_leaves_the_other_cells(zoo: Zoo, monkeypatch: pyte
     assert measurement.cells[0].outputs.verdict == "equal" and measurement.diverged
 
 
+def test_shapes_of_one_drafter_and_of_several_sources(zoo: Zoo) -> None:
+    """Keeps out: room for the shape that looks widest while matches reach further in another one; a shape that means nothing
+    beside one drafter, found out after others were measured."""
+    narrow, wide = SpecConfig(3, 4, 37), SpecConfig(10, 6, 12)
+    one, joined = (small(zoo, draft=draft, specs=(narrow, wide)) for draft in ("d", ["d", "suffix"]))
+    assert max(one.specs, key=lambda spec: one.resolved(spec).lookahead) == wide
+    assert max(joined.specs, key=lambda spec: joined.resolved(spec).lookahead) == narrow
+    told: list[str] = []
+    with pytest.raises(ValueError, match="max_depth says how deep paths of other sources reach"):
+        run_bench(small(zoo, specs=(SpecConfig(5, 4, 16), SpecConfig(2, 1, 5, 4))), lambda what, *_: told.append(what))
+    assert set(told) == {"loading"}
+
+
 def test_a_session_times_phases(zoo: Zoo) -> None:
     """Keeps out: times that carry on from the round before, and an engine that goes on waiting for every phase."""
     session = Session(zoo.decoder("llama", "eagle3", SPEC, max_batch_size=2))

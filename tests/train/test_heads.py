@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from toolkit.models import Zoo
 from toolkit.recurrent.checks import load
 from toolkit.recurrent.mamba_targets import tiny_mamba
+from toolkit.unlike.targets import TARGETS
 from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -22,8 +24,9 @@ from specdec.draft.block.peagle import PEagleHead
 from specdec.draft.eagle.head import Eagle3Head
 from specdec.draft.formats.open import open_head
 from specdec.draft.load import load_head
-from specdec.models.config import NO_ROPE, RopeConfig
+from specdec.models.config import NO_ROPE, HeadSizes, RopeConfig
 from specdec.models.layers import HeadsRMSNorm
+from specdec.models.registry import choose_target
 from specdec.models.yarn import YarnRope
 from specdec.shipped import draft_folder, target_folder
 from specdec.train import head as training
@@ -35,6 +38,7 @@ from specdec.train.settings import HeadRun
 from specdec.train.states import TargetStates, read_rows
 from specdec.train.unroll import draft_steps, head_loss
 
+assert TARGETS  # which this import gives the zoo
 ROW = [0, 290, 411, 35, 1020, 77, 512, 933, 64, 1500, 8, 271]
 BLOCKS = ["p-eagle", "dflash", "dflash2", "dspark"]
 LAYOUTS = [("eagle3", "safeailab"), ("eagle3", "speculators"), *((kind, "speculators") for kind in BLOCKS)]
@@ -149,6 +153,16 @@ def test_a_head_of_a_target_without_rope_can_be_read(kind: str, layout: str, pai
     head.config = replace(head.config, model=replace(head.config.model, rope=spec.model.rope))
     save(head, tmp_path, layout, target_folder())
     assert open_head(tmp_path, target).parsed.spec.model.rope == RopeConfig()
+
+
+@pytest.mark.parametrize("kind", ["eagle3", *BLOCKS])
+@pytest.mark.parametrize("target", ["mimo", "gemma"])
+def test_a_head_of_a_target_with_unlike_heads_has_ordinary_ones(target: str, kind: str, zoo: Zoo) -> None:
+    """Keeps out: widths of values, a scale and kinds of heads of MiMo-V2-Flash and Gemma 4 that no layout of heads can say."""
+    config = choose_target(zoo.target(target)).config
+    own = spec_of(config, (0, 1, 2), config.vocab_size, HeadRun(kind=kind)).model
+    rope = config.rope.of_whole_heads
+    assert own.all_heads == (HeadSizes(config.num_heads, config.num_kv_heads, config.head_dim, rope=rope),)
 
 
 @pytest.mark.parametrize("rope", ROPES[:4], ids=lambda rope: rope.kind)

@@ -50,6 +50,10 @@ class GemmaConfig(ModelConfig):
         return width * (1 + (self.double_wide and self.kv_source[layer] != layer))
 
     @property
+    def reads_ids(self) -> bool:
+        return bool(self.input_size)
+
+    @property
     def width_of_mlp(self) -> float:
         chosen = 0 if self.experts is None else self.experts.router.top_k * self.experts.intermediate_size
         return chosen + sum(map(self.mlp_width, range(self.num_layers))) / self.num_layers

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from specdec.attention.kinds import FULL, LayerKind
 from specdec.models.checkpoints.config_values import MAX_LAYERS, NotComputedHere, flag, mapping, number, whole
 from specdec.models.config import HeadSizes, ModelConfig
 from specdec.models.deepseek.config import parse_experts
@@ -160,10 +159,3 @@ def _rope_of(raw: dict[str, Any], kind: str, where: str) -> dict[str, Any]:
         if value is not None and own.get(key, value) != value:
             raise ValueError(f"{where}: {key} of {kind} must be {own[key]}, as in rope_parameters, or absent, got {value}")
     return {"rope_parameters": own}
-
-
-def kind_of(config: ModelConfig, index: int) -> LayerKind:
-    """Which keys the layer of that number reads; an MTP layer reads a window."""
-    if index < config.num_layers:
-        return config.layer_kinds[index]
-    return next((kind for kind in config.layer_kinds if kind.window), FULL)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from specdec import shipped
 from specdec.checks import nearest_name
 from specdec.config import SpecConfig
+from specdec.draft.kind import Draft
 from specdec.serve.replicas.options import ReplicaOptions, ReplicaSettings
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ OURS_OF_ACTORS = ("num_gpus", "num_cpus")
 
 def application(
     target: str | Path | None = None,
-    draft: str | Path | None = None,
+    draft: Draft = None,
     spec: SpecConfig | None = None,
     *,
     ray_options: Mapping[str, Any] | None = None,

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from specdec.async_decoder import AsyncSpecDecoder
 from specdec.config import SpecConfig
+from specdec.draft.kind import Draft
 from specdec.options import EngineOptions
 from specdec.serve.app import app_of
 from specdec.serve.metrics import TotalsCollector
@@ -44,7 +45,7 @@ class Replica:
     def __init__(
         self,
         target: str | Path,
-        draft: str | Path | None,
+        draft: Draft,
         spec: SpecConfig | None,
         options: ServeOptions,
         engine: EngineOptions,

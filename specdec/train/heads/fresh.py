@@ -79,6 +79,7 @@ def spec_of(config: ModelConfig, aux_layers: tuple[int, ...], vocab: int, run: H
         o_bias=False, mlp_bias=False, quantization=None, intermediate_size=run.intermediate_size or config.intermediate_size,
         max_position=run.width, experts=None, has_experts=False, rope=config.rope.of_whole_heads,
         one_block=False, output_names=OutputNames(), embedding_multiplier=1.0, logits_multiplier=1.0, logits_divisor=1.0,
+        unlike_heads=(), value_width=0, attention_scale=None, has_sinks=False, values_are_keys=False,
     )  # fmt: skip
     spec = HeadSpec(shape, run.kind, tuple(sorted(aux_layers)), config.hidden_size, vocab)
     if run.kind == "eagle3":

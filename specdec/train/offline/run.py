@@ -49,7 +49,7 @@ def check_head(head: str, target: str | Path, specs: Sequence[SpecConfig], optio
     for spec in specs:
         if spec.is_auto:
             raise ValueError(f"--spec must name its levels for eval-head, got {spec.label}; nearest: {SpecConfig().label}")
-        empty.shapes(spec, warns=True)
+        empty.shapes(empty.resolved(spec), warns=True)
     return config
 
 

@@ -15,11 +15,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from toolkit.checkpoints.gguf_files import write_gguf
 from toolkit.checkpoints.plans import plan_memory
-from toolkit.checkpoints.tokenizers import wordpiece_tokenizer
+from toolkit.checkpoints.tokenizers import byte_tokenizer, wordpiece_tokenizer
 from toolkit.deepseek import save_deepseek
 from toolkit.heads import small_models
 from toolkit.models import Zoo, ragged_prompts, save_target
 from toolkit.recurrent import targets as hybrids
+from toolkit.unlike.targets import save_unlike
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder, shipped
 from specdec.cli.entry import main
@@ -94,6 +95,9 @@ def test_tokens_that_can_not_be_compared_are_refused(zoo: Zoo, tmp_path: Path) -
     wordpiece_tokenizer().save_pretrained(pieces)
     refused(letters, pieces, r"tokens depend on those beside them \(WordPiece\), .* draft='ngram'")
     refused(letters, zoo.head("bytes", "model-permuted"), "which a model on one process drafts", tensor_parallel_size=2)
+    by_layer = save_unlike(tmp_path / "inputs by layer", "gemma-small", vocab_size=384, vocab_size_per_layer_input=384)
+    byte_tokenizer(384).save_pretrained(by_layer)  # rows of a table that other tokens' ids would choose
+    refused(zoo.head("bytes", "model-permuted"), by_layer, "layers read tokens by their own ids, .* draft='ngram'")
     refused(words, words, "is the target itself, .* a smaller model of its vocabulary")
     same = check_pair(words, zoo.head("words", "model-more-ids"), SPEC, OPTIONS).drafter
     assert isinstance(same, OpenSmallModel) and same.words is None
@@ -153,6 +157,18 @@ def test_longer_texts_than_it_was_made_for(zoo: Zoo) -> None:
             assert windows == ({32} if policy == "window" else {None})
     assert accepted["stop"][1] < accepted["draft"][1]
     assert accepted["draft"][0] > accepted["window"][0]  # the same model, whose window leaves out what the target reads
+
+
+def test_windows_of_layers_with_unlike_heads(zoo: Zoo, tmp_path: Path) -> None:
+    """Keeps out: layers that get the heads of another kind, because a kind with another window is another one."""
+    short = save_unlike(tmp_path / "short", "gemma-small", max_position_embeddings=32)
+    drafter = check_pair(zoo.target("llama"), short, SPEC, replace(OPTIONS, beyond_trained="window")).drafter
+    assert isinstance(drafter, OpenSmallModel)
+    config = drafter.chosen.config
+    assert [kind.window for kind in config.layer_kinds] == [6, 32] * 3
+    assert [config.heads_of(layer).head_dim for layer in range(6)] == [16, 24] * 3
+    save_unlike(tmp_path / "one", "gemma-small", max_position_embeddings=6)
+    refused(zoo.target("llama"), tmp_path / "one", "one window of 6; .* beyond_trained='draft'", beyond_trained="window")
 
 
 def test_its_weights_in_eight_bits(zoo: Zoo) -> None:

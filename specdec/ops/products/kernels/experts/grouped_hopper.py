@@ -185,8 +185,9 @@ def launch_grouped_hopper(
 
     programs: at most as many as the GPU has SMs.
     """
-    from specdec.ops.products.experts import epilogue, inputs_of
+    from specdec.ops.products.experts import GeGLU, epilogue, inputs_of
 
+    assert not isinstance(activation, GeGLU), "grouped_tiles chooses a library"
     (R, K), (E, rows, _), parts = x_RK.shape, weight_ENK.shape, inputs_of(activation)
     N, out = rows // parts, tiles.block_n // parts
     assert weight_ENK.shape[2] == K and weight_ENK.is_contiguous() and x_RK.stride(1) == 1 and N % 8 == 0

@@ -296,8 +296,9 @@ def launch_few_gate_up_hopper(
 
     Of the first, rows of experts' own tokens alone are written; of the second, with one token, nothing.
     """
-    from specdec.ops.products.experts import epilogue, inputs_of
+    from specdec.ops.products.experts import GeGLU, epilogue, inputs_of
 
+    assert not isinstance(form.activation, GeGLU), "mixture_tiles chooses another kernel"
     (T, A), (arguments, values) = topk_ids_TK.shape, _arguments(stack, form.gate_up_bias, x_TH)
     parts, P = inputs_of(form.activation), T * A
     N = stack.rows // parts
