@@ -83,15 +83,16 @@ class Numerics:
 
     def mixture_tiles(
         self, tokens: int, top_k: int, experts: int, kind: ExpertsKind, dtype: torch.dtype, chained: bool,
-        hopper: bool = False,
+        hopper: bool = False, gated: bool = True,
     ) -> MixtureTiles | None:  # fmt: skip
         """Those of a mixture of experts of that kind, and x of that dtype; None: torch's products compute it.
 
-        chained: whether launches can be.  hopper: whether the kernels for Hopper GPUs can run.
+        chained: whether launches can be.  hopper: whether the kernels for Hopper GPUs can run.  gated: whether experts have
+        gates.
         """
         if dtype == torch.float32 or not chained:
             return None
-        return mixture_tiles(tokens, top_k, experts, kind, hopper)
+        return mixture_tiles(tokens, top_k, experts, kind, hopper, gated)
 
     def sorted_tiles(
         self, tokens: int, top_k: int, experts: int, dtype: torch.dtype, chained: bool

@@ -80,8 +80,9 @@ class Watched(Numerics):
         dtype: torch.dtype,
         chained: bool,
         hopper: bool = False,
+        gated: bool = True,
     ) -> MixtureTiles | None:
-        tiles = super().mixture_tiles(tokens, top_k, experts, kind, dtype, chained, hopper)
+        tiles = super().mixture_tiles(tokens, top_k, experts, kind, dtype, chained, hopper, gated)
         if torch.cuda.is_current_stream_capturing() and dtype == torch.bfloat16:
             self.captured[tiles and tiles.kernel] += 1
         return tiles

@@ -26,7 +26,7 @@ from specdec.ops.products.experts import (
     inputs_of,
 )
 from specdec.ops.products.kernels.experts import few_tokens_triton
-from specdec.ops.products.numerics import INVARIANT
+from specdec.ops.products.numerics import FAST, INVARIANT
 from specdec.ops.products.partials import Partials
 from specdec.ops.products.tiles.experts import ExpertsKind, ExpertTiles, MixtureTiles, few_tokens_tiles
 
@@ -164,6 +164,18 @@ def test_an_invariant_policy_takes_neither_kernel() -> None:
         INVARIANT.mixture_tiles(1, 8, 128, "dense", torch.bfloat16, True) is None
         and INVARIANT.router_tiles(1, 128, torch.bfloat16) is None
     )
+
+
+def test_experts_without_gates_leave_the_kernels_of_few_tokens_earlier() -> None:
+    """Keeps out: a batch of 32 that waits for the second product of kernels for few tokens; stored in few bits they stay."""
+
+    def kernel(tokens: int, kind: ExpertsKind, gated: bool) -> str | None:
+        tiles = FAST.mixture_tiles(tokens, 6, 128, kind, torch.bfloat16, True, False, gated)
+        return tiles and tiles.kernel
+
+    assert kernel(32, "dense", True) == kernel(16, "dense", False) == "few_tokens_triton"
+    assert kernel(17, "dense", False) is None and FAST.sorted_tiles(17, 6, 128, torch.bfloat16, True) is not None
+    assert kernel(32, "int4", False) == "mixture_triton"
 
 
 QWEN, GPT_OSS, NEMOTRON = (2048, 768, 128, 8), (2880, 2880, 32, 4), (2688, 1856, 128, 6)
