@@ -62,7 +62,8 @@ def test_help_is_quick(tmp_path):
         (["bench", "--nonsense"], "unrecognized arguments: --nonsense; see specdec bench --help"),
         (
             ["bench", "--spec", "5"],
-            "expected S,k,nd such as 5,4,16, or S,k such as 5,4, or auto,4,16: only S can be auto",
+            "expected S,k,nd such as 5,4,16, or S,k such as 5,4, or 5,4,16,12 with `--draft suffix`, or auto,4,16: only S can "
+            "be auto",
         ),
         (["bench", "--spec", "5,4,16,8,1"], "only S can be auto; got '5,4,16,8,1'"),
         (["bench", "--spec", "5,4,16,1"], "max_depth must be in [5, 15], got 1"),
@@ -93,6 +94,7 @@ def test_help_is_quick(tmp_path):
         (["plan", "--target", "a", "--gpu-memory", "8GB", "--context", "0"], "--context must be >= 2, got 0"),
         (["plan", "--target", "a", "--gpu-memory", "8GB", "--batch", "0"], "--batch must be in [1, 4096], got 0"),
         (["inspect", "ngram"], "MODEL: 'ngram' is a drafter without files"),
+        (["inspect", "suffix"], "MODEL: 'suffix' is a drafter without files"),
         (["generate", "--temperature", "1", "--top-p", "0", "hi"], "got 0.0; nearest setting that works: a top_p above 0"),
         (["generate", "--max-tokens", "abc", "hi"], "argument --max-tokens: expected a whole number, got 'abc'"),
         (["generate", "--temperature", "", "hi"], "argument --temperature: expected a number, got ''"),

@@ -49,6 +49,7 @@ def check_head(head: str, target: str | Path, specs: Sequence[SpecConfig], optio
     for spec in specs:
         if spec.is_auto:
             raise ValueError(f"--spec must name its levels for eval-head, got {spec.label}; nearest: {SpecConfig().label}")
+        empty.resolved(spec)
         empty.shapes(spec, warns=True)
     return config
 
