@@ -17,7 +17,10 @@ from specdec.draft.kind import Draft
 from specdec.draft.kinds import listed
 from specdec.options import EngineOptions, setting_of
 
-SPEC_HELP = "shape of the draft tree: levels, branches, nodes; nd may be left out, S may be auto"
+SPEC_HELP = (
+    "shape of the draft tree: levels, branches, nodes; nd may be left out, S may be auto; a fourth number is the deepest level "
+    "of matches beside `--draft suffix`"
+)
 OFF = "off"  # how the command line spells the choice False
 
 
@@ -256,7 +259,8 @@ def tree_shape(text: str) -> SpecConfig:
             raise ValueError
     except ValueError:
         raise argparse.ArgumentTypeError(
-            f"expected S,k,nd such as 5,4,16, or S,k such as 5,4, or auto,4,16: only S can be auto; got {text!r}"
+            "expected S,k,nd such as 5,4,16, or S,k such as 5,4, or 5,4,16,12 with `--draft suffix`, or auto,4,16: only S can "
+            f"be auto; got {text!r}"
         ) from None
     given = dict(zip(("num_steps", "topk", "num_draft_tokens", "max_depth"), (steps, topk, *more)))
     try:

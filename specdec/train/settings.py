@@ -134,7 +134,8 @@ class HeadRun:
         if self.draft_vocab_size and self.draft_vocab_size < least:
             raise ValueError(f"draft_vocab_size: expected 0 (the target's) or at least {least}, got {self.draft_vocab_size}")
         if self.kind == "dflash2" and not least <= self.candidates <= MAX_CANDIDATES:
-            raise ValueError(f"candidates: expected {least} .. {MAX_CANDIDATES}, got {self.candidates}")
+            nearest = min(max(self.candidates, least), MAX_CANDIDATES)
+            raise ValueError(f"candidates: expected {least} .. {MAX_CANDIDATES}, got {self.candidates}; nearest: {nearest}")
         if not 0.0 <= self.greedy_share <= 1.0:
             raise ValueError(f"greedy_share: expected a share between 0 and 1, got {self.greedy_share}")
 

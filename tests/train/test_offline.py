@@ -28,7 +28,7 @@ from specdec.options import EngineOptions
 from specdec.shipped import draft_folder, prompts_file, target_folder
 from specdec.train.offline.branches import BranchPairs, KeptPairs, OfflineDrafter
 from specdec.train.offline.count import accepted
-from specdec.train.offline.run import eval_head
+from specdec.train.offline.run import check_head, eval_head
 
 SHAPES = (SpecConfig(4, 3, 12), SpecConfig(3, 1, 4))
 
@@ -175,3 +175,9 @@ def test_the_command_counts_along_held_out_text(tmp_path: Path, capsys: pytest.C
     (row,) = record["rows"]
     assert record["prompts"] == 3 and row["spec"] == "3,1,4" and row["rounds"] == len(row["accepted_per_round"])
     assert f"{row['accept_length']:.3f}" in capsys.readouterr().out
+
+
+def test_a_shape_for_several_sources_is_refused() -> None:
+    """Keeps out: a table of (5,4,16,12) whose fourth number did nothing, since a head alone is counted."""
+    with pytest.raises(ValueError, match=r"max_depth=12; nearest settings that work: max_depth=None"):
+        check_head(str(draft_folder()), target_folder(), [SpecConfig(5, 4, 16, 12)], EngineOptions(device="cpu"))

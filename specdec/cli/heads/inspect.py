@@ -41,12 +41,13 @@ def run(args: argparse.Namespace) -> int:
 def _facts(args: argparse.Namespace) -> dict[str, Any]:
     """Of a head where a flag says that it is one, else of what the files are."""
     options = EngineOptions(draft_format=args.draft_format, draft_pickle=args.draft_pickle)  # refuses values that are none
+    from specdec.draft.kind import SUFFIX
     from specdec.draft.kinds import kind_of
     from specdec.loading.about.inspect_head import head_facts
     from specdec.loading.about.inspect_target import is_head, target_facts
     from specdec.models.checkpoints.checkpoint import resolve_target
 
-    is_said = args.target is not None or options != EngineOptions() or kind_of(args.model)
+    is_said = args.target is not None or options != EngineOptions() or kind_of(args.model) or args.model == SUFFIX
     if is_said or is_head(resolve_target(args.model, "MODEL")):
         return head_facts(args.model, args.target, options)
     return target_facts(args.model)

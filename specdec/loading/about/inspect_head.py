@@ -16,6 +16,7 @@ from rich.text import Text
 from specdec.draft.find import how_to_read, open_by_files, refuse_idle
 from specdec.draft.formats.facts import UNKNOWN, facts_of
 from specdec.draft.formats.open import open_head
+from specdec.draft.kind import SUFFIX
 from specdec.draft.kinds import all_kinds, kind_of
 from specdec.loading.about.inspect_target import stored_as
 from specdec.loading.about.pairs import pairs
@@ -28,7 +29,7 @@ from specdec.options import EngineOptions
 def head_facts(head: str | Path, target: str | Path | None, options: EngineOptions) -> dict[str, Any]:
     """Everything, as plain data.  ValueError as when the drafter is loaded: by the config, a tensor, or against the target."""
     kind, config, target_folder, is_named = kind_of(head), None, None, False
-    if kind and not kind.has_files:
+    if (kind and not kind.has_files) or head == SUFFIX:
         instead = "".join(f", or {other.name}" for other in all_kinds() if other.has_files)
         raise ValueError(f"MODEL: {head!r} is a drafter without files; nearest thing that works: the folder of a head{instead}")
     if kind:
@@ -100,4 +101,5 @@ def _shown(value: Any) -> str:
         return "yes" if value else "no"
     if isinstance(value, str) or value is None:
         return value or "not said"
-    return json.dumps(value).strip("[]{}").replace('"', "")
+    said = json.dumps(value, ensure_ascii=False)
+    return (said[1:-1] if isinstance(value, (dict, list)) else said).replace('"', "")  # what lies within keeps its brackets

@@ -239,6 +239,8 @@ def _meanings(chosen: TargetChoice, raw: dict[str, Any], mtp: str) -> dict[str, 
     config = chosen.config
     family = chosen.native
     unsaid = {**family.unsaid, "head_dim": str(config.head_dim)} if family and family.unsaid else {}
+    if raw.get("per_layer_config") is not None:  # which says it
+        unsaid.pop("global_head_dim", None)
     found = {key: f"absent: {meaning}" for key, meaning in unsaid.items() if raw.get(key) is None}
     width = raw.get("intermediate_size")
     if family and isinstance(width, int) and width != config.intermediate_size and config.dense_mlp_layers:

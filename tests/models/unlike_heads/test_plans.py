@@ -14,8 +14,9 @@ from toolkit.models import Zoo
 from toolkit.parallel.ranks import ThreadGroup, on_ranks
 from torch import Tensor
 
+from specdec import cli
 from specdec.attention.eager.dense import DenseAttention
-from specdec.loading.about.inspect_target import _sizes
+from specdec.loading.about.inspect_target import _sizes, target_facts
 from specdec.loading.plan import tensor_bytes
 from specdec.models.causal_lm import CausalLM
 from specdec.models.config import ModelConfig
@@ -88,3 +89,13 @@ def test_inspect_says_them_by_kind(zoo: Zoo) -> None:
     found = sizes(choose_target(zoo.target("gemma-small"), "native").config)
     assert found["heads, kv heads, head_dim"] == {"window 6": [4, 1, 16], "full": [4, 1, 24]}
     assert found["by kind of layer"] == {"window 6": 2 * 4 * 32, "full": 4 * 48} and found["layers that store keys"] == 3
+
+
+def test_inspect_of_a_folder_that_transformers_saved(zoo: Zoo, capsys: pytest.CaptureFixture[str]) -> None:
+    """Keeps out: lists that lose their last bracket, and a width of full layers that is said to be absent (512) though
+    per_layer_config holds it."""
+    folder = zoo.target("gemma")
+    assert "global_head_dim" not in target_facts(folder)["meanings"]
+    assert cli.main(["inspect", str(folder)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "window 6: [4, 4, 16], full: [4, 1, 24]" in said and "theta: 5000.0, share: 0.25}" in said

@@ -110,3 +110,16 @@ def test_a_head_trained_on_a_wrapper_drafts_for_it(tmp_path: Path, name: str) ->
     (head / "config.json").write_text(json.dumps(raw | inside | {"text_config": {"hidden_size": 64}}))
     with pytest.raises(ValueError, match="hidden_size must be the same in text_config, got 32 and 64"):
         SpecDecoder.from_pretrained(tmp_path / "target", head, device="cpu")
+
+
+def test_a_wrapper_s_text_model_drafts(tmp_path: Path) -> None:
+    """Keeps out: a wrapper's folder as draft= that is taken for a draft head whose fc is missing."""
+    for name in ("qwen3_vl", "gemma3"):
+        wrapped_model(name).save_pretrained(tmp_path / name)
+    settings = dict(device="cpu", dtype="float32", max_seq_len=64, smoke=False)
+    with (
+        pytest.warns(UserWarning, match="texts alone are read"),
+        SpecDecoder.from_pretrained(tmp_path / "gemma3", tmp_path / "qwen3_vl", SpecConfig(3, 2, 6), **settings) as decoder,  # type: ignore[arg-type]
+    ):
+        drafted, plain = (decoder.generate([[5, 9, 2]], SamplingParams(max_tokens=12), speculate=s)[0] for s in (True, False))
+    assert drafted.token_ids == plain.token_ids and drafted.stats.rounds > 0
