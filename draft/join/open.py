@@ -6,7 +6,7 @@ import torch
 
 from specdec.draft.drafter import DraftModel
 from specdec.draft.join.drafter import JoinedModel
-from specdec.draft.kind import Facts, OpenDrafter
+from specdec.draft.kind import OpenDrafter
 from specdec.draft.model.translation import Translation
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.target import Target
@@ -32,6 +32,3 @@ class OpenJoined(OpenDrafter):
     @property
     def added_values(self) -> int:
         return self.own.added_values
-
-    def facts(self) -> Facts:
-        return self.own.facts()

@@ -17,6 +17,7 @@ _OWN_PREFIXES = {  # up to the layer's number; elsewhere layers are numbered on 
 }
 _HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 _OF_ALL_LAYERS = dict.fromkeys((*_HYBRIDS, "nemotron_h"), "mtp.")  # how names of all their tensors begin
+_UNCOUNTED = {"mimo_v2_flash": "model.mtp."}  # the same, of families whose config may not count the layers
 _COUNTS = dict.fromkeys(_HYBRIDS[1:], "mtp_num_hidden_layers")
 
 
@@ -29,8 +30,8 @@ def mtp_prefixes(config: ModelConfig) -> tuple[str, ...]:
     """How the names of all tensors of its MTP layers begin, layer after layer; none if it has no such layers."""
     if (prefix := _OF_ALL_LAYERS.get(config.family)) is not None:
         return (prefix,) if config.mtp_layers else ()
-    if config.family == "mimo_v2_flash":  # whose config may not count them
-        return ("model.mtp.",)
+    if (uncounted := _UNCOUNTED.get(config.family)) is not None:
+        return (uncounted,)
     own = _OWN_PREFIXES.get(config.family)
     numbers = range(config.mtp_layers)
     if own is None:
