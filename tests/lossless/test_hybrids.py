@@ -10,13 +10,11 @@ import toolkit.recurrent.mamba_targets
 import toolkit.recurrent.more_targets
 import toolkit.recurrent.targets  # noqa: F401 (and its targets)
 from toolkit.driver import Driver
-from toolkit.models import Zoo, ragged_prompts
-from toolkit.oracles.texts import hold_captured_text
+from toolkit.models import Zoo
+from toolkit.oracles.texts import LENGTHS, PROMPTS, hold_captured_text, hold_text
 
 from specdec import SamplingParams, SpecConfig
 
-LENGTHS = [20, 7, 24, 1, 13, 18]
-PROMPTS = ragged_prompts(40, len(LENGTHS), seed=7)
 # target, head, shape, page size, rows, tokens of a chunk
 CASES = [
     ("qwen3_next", "eagle3", (4, 4, 14), 1, 3, 7),
@@ -50,14 +48,8 @@ def test_text_is_transformers(
     """More prompts than rows, so that rows leave, move and enter in the middle of others' rounds."""
     spec = None if shape is None else SpecConfig(*shape)
     decoder = zoo.decoder(target, head, spec, page_size=page_size, max_batch_size=rows)
-    Driver(decoder).set_chunk(chunk)
-    sampling = [SamplingParams(max_tokens=n) for n in LENGTHS]
-    for speculate in (True, False) if head else (False,):
-        outputs = decoder.generate(PROMPTS, sampling, speculate=speculate)
-        for prompt, n, out in zip(PROMPTS, LENGTHS, outputs, strict=True):
-            assert out.token_ids == zoo.greedy(target, prompt, 24)[:n], (speculate, prompt)
-        assert not speculate or sum(out.stats.accepted for out in outputs) > 0
-    Driver(decoder).assert_nothing_leaked()
+    outputs = hold_text(zoo, target, decoder, chunk)
+    assert head is None or sum(out.stats.accepted for out in outputs) > 0
 
 
 @pytest.mark.parametrize("target", ["qwen3_next", "qwen3_5_text"])

@@ -4,20 +4,16 @@ Keeps out: a token that moves in the layers of one kind alone, a slot of another
 holds keys of one kind only, and a layer that reads with another kind's sinks or rotation.
 """
 
-from dataclasses import replace
-
 import pytest
 import toolkit.heads.block_zoo
 import toolkit.unlike.targets  # noqa: F401 (and its targets)
 from toolkit.drafters import Substitute
 from toolkit.driver import Driver
-from toolkit.models import Zoo, ragged_prompts
-from toolkit.oracles.texts import hold_captured_text
+from toolkit.models import Zoo
+from toolkit.oracles.texts import LENGTHS, PROMPTS, hold_captured_text, hold_text
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 
-LENGTHS = [20, 7, 24, 1, 13, 18]
-PROMPTS = ragged_prompts(40, len(LENGTHS), seed=7)
 # target, head, shape, page size, rows, tokens of a chunk
 CASES = [
     ("mimo", "eagle3", (4, 4, 14), 1, 3, 7),
@@ -45,25 +41,17 @@ def test_text_is_transformers(
     """More prompts than rows, so that rows leave, move and enter in the middle of others' rounds."""
     spec = None if shape is None else SpecConfig(*shape)
     decoder = zoo.decoder(target, head, spec, page_size=page_size, max_batch_size=rows)
-    Driver(decoder).set_chunk(chunk)
-    sampling = [SamplingParams(max_tokens=n) for n in LENGTHS]
-    for speculate in (True, False) if head else (False,):
-        outputs = decoder.generate(PROMPTS, sampling, speculate=speculate)
-        for prompt, n, out in zip(PROMPTS, LENGTHS, outputs, strict=True):
-            assert out.token_ids == zoo.greedy(target, prompt, 24)[:n], (speculate, prompt)
+    outputs = hold_text(zoo, target, decoder, chunk)
     if spec is not None:
-        _expect_long_paths(decoder, spec, {tuple(out.prompt_token_ids): out.token_ids for out in outputs}, sampling)
+        _expect_long_paths(decoder, spec, {tuple(out.prompt_token_ids): out.token_ids for out in outputs})
     Driver(decoder).assert_nothing_leaked()
 
 
-def _expect_long_paths(
-    decoder: SpecDecoder, spec: SpecConfig, texts: dict[tuple[int, ...], list[int]], sampling: list[SamplingParams]
-) -> None:
+def _expect_long_paths(decoder: SpecDecoder, spec: SpecConfig, texts: dict[tuple[int, ...], list[int]]) -> None:
     """The same texts, where a drafter that knows them puts them on a path of each tree: random heads are seldom right."""
     driver = Driver(decoder)
     driver.replace_drafter(Substitute(driver, spec, "oracle", 40, texts))
-    shorter = [replace(each, max_tokens=max(1, (each.max_tokens or 0) - 8)) for each in sampling]
-    outputs = decoder.generate(PROMPTS, shorter)
+    outputs = decoder.generate(PROMPTS, [SamplingParams(max_tokens=max(1, n - 8)) for n in LENGTHS])
     for out in outputs:
         assert out.token_ids == texts[tuple(out.prompt_token_ids)][: len(out.token_ids)]
     assert sum(out.stats.accepted for out in outputs) > sum(len(out.token_ids) for out in outputs) / 3

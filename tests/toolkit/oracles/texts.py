@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from specdec import SamplingParams, SpecConfig, SpecDecoder
+from specdec import Generation, SamplingParams, SpecConfig, SpecDecoder
 from specdec.models.target import Target
 from toolkit.driver import Driver
 from toolkit.models import Zoo, ragged_prompts
@@ -11,14 +11,20 @@ LENGTHS = [20, 7, 24, 1, 13, 18]
 PROMPTS = ragged_prompts(40, len(LENGTHS), seed=7)
 
 
-def hold_text(zoo: Zoo, name: str, decoder: SpecDecoder) -> None:
-    """Prompts longer than a chunk, in rows that change owners, with drafts and without."""
-    Driver(decoder).set_chunk(10)
-    for speculate in (True, False):
+def hold_text(zoo: Zoo, name: str, decoder: SpecDecoder, chunk: int = 10) -> list[Generation]:
+    """Prompts longer than a chunk, in rows that change owners, with drafts if there are any, and without.
+
+    What was written with drafts, without a drafter what was written plainly.
+    """
+    Driver(decoder).set_chunk(chunk)
+    found = list[Generation]()
+    for speculate in (True, False) if decoder.head is not None else (False,):
         outputs = decoder.generate(PROMPTS, [SamplingParams(max_tokens=n) for n in LENGTHS], speculate=speculate)
         for prompt, n, out in zip(PROMPTS, LENGTHS, outputs, strict=True):
             assert out.token_ids == zoo.greedy(name, prompt, 24)[:n], (speculate, prompt)
+        found = found or outputs
     Driver(decoder).assert_nothing_leaked()
+    return found
 
 
 def hold_captured_text(zoo: Zoo, name: str, shape: tuple[int, int, int], page_size: int) -> None:

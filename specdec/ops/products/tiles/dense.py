@@ -19,8 +19,8 @@ FEW = 64  # threshold in rows of x: up to this many, stream_triton.py's kernel i
 STEP = 128  # columns of a step of invariant split-K products: splits begin at multiples of it
 WHOLE_SM, HALF_SM = 229_000, 112_000  # bytes of shared memory for the stages of the only program of an SM, and of one of two
 MIN_ROWS, MIN_COLUMNS = 2048, 1024  # thresholds: smaller weights have tiles for a small part of the SMs only
-# Thresholds: products with so few rows of a weight, and so many columns, take Hopper's kernel in so many splits.  On an H200, 9 and
-# 16 rows of x with 1,024 x 4,096: 4.8 us, by the Triton kernel 11.0; 256 x 4,096: 4.2 and 10.9.
+# Thresholds: products with so few rows of a weight, and so many columns, take Hopper's kernel in so many splits.  With 9 and 16
+# rows of x, 1,024 x 4,096 takes 4.8 us on an H200 (11.0 by the Triton kernel), 256 x 4,096 4.2 (10.9).
 SMALL_ROWS, SMALL_COLUMNS, SMALL_SPLITS = 256, 2048, 4
 SMS, WAVE_FULL = 132, 0.8  # SMs of an H100; threshold: the share of SMs that must have work, on average over all waves
 LARGE_M, LARGE_M_FULL = 512, 0.9  # thresholds for gated_hopper.py's kernel: rows of x, and that share
