@@ -30,7 +30,8 @@ Changes = dict[str, Any]
 EVENTS, GREEDY = 50, 12  # of a combination's traffic; tokens of the text that transformers writes, too
 ANY_HEADS = [None, "ngram"]
 HEADS = ["eagle1", "eagle1-two-layers", "eagle3", "eagle3-full"]
-BLOCK_HEADS = list(block_zoo.HEADS)  # for targets of four layers
+# For targets of four layers; one of them holds a copy of an output layer, which tied targets lack.
+BLOCK_HEADS = [name for name in block_zoo.HEADS if name != "dspark-gated"]
 MOST_CANDIDATES = 6  # of DFlash2 heads among them
 MTP = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe")
 
@@ -187,7 +188,9 @@ class OddTraffic(Traffic):
             {}, {}, {}, {"repetition_penalty": 1.4}, {"presence_penalty": 0.8, "frequency_penalty": 0.3}, {"min_tokens": 1},
             {"logit_bias": {self.random.randrange(40): 2.5}}, {"bad_words": [[self.random.randrange(40)]]}, {"min_p": 0.05},
         ]  # fmt: skip
-        kept = {name: getattr(sampling, name) for name in ("max_tokens", "temperature", "top_k", "top_p", "seed", "stop_token_ids")}
+        kept = {
+            name: getattr(sampling, name) for name in ("max_tokens", "temperature", "top_k", "top_p", "seed", "stop_token_ids")
+        }
         return prompt, SamplingParams(**kept | self.random.choice(odd))
 
 

@@ -46,10 +46,12 @@ from specdec.ops.recurrent.mamba.ssd_hopper_tiles import SsdHopperTiles
 from specdec.ops.recurrent.shared_triton import softplus
 from specdec.ops.recurrent.ssd import SsdGates
 from specdec.ops.recurrent.states import RuleStates, TreeSteps
-from specdec.ops.recurrent.trees.nodes_hopper import ancestors, nodes_layout, store_keys
+from specdec.ops.recurrent.trees.nodes_hopper import ancestors, nodes_above, nodes_layout, store_keys
 from specdec.ops.recurrent.trees.state_hopper import (
     as_operand,
-    halves,
+    ask_for_later_state,
+    path_nodes,
+    pieces_of,
     places,
     state_pointers,
     states_layout,
@@ -72,8 +74,8 @@ def ssd_tree_hopper_kernel(
     out,  # [B * N, H, V]
     stride_y, stride_dt, stride_state, stride_k, stride_u, stride_decay,
     N: gl.constexpr, E: gl.constexpr, G: gl.constexpr, H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, STEPS: gl.constexpr,
-    CHAIN: gl.constexpr, P: gl.constexpr, GROUP: gl.constexpr, SLICES: gl.constexpr, AT_ONCE: gl.constexpr, PDL: gl.constexpr,
-    num_warps: gl.constexpr,
+    CHAIN: gl.constexpr, P: gl.constexpr, GROUP: gl.constexpr, SLICES: gl.constexpr, AT_ONCE: gl.constexpr,
+    AHEAD: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     BLOCK_V: gl.constexpr = 16 * num_warps
     BLOCKS: gl.constexpr = V // BLOCK_V
@@ -88,7 +90,11 @@ def ssd_tree_hopper_kernel(
     q_smem = gl.allocate_shared_memory(gl.bfloat16, [64, K], gl.NVMMASharedLayout(128, 16, 2))
     k_smem = gl.allocate_shared_memory(gl.bfloat16, [P, K], gl.NVMMASharedLayout(128, 16, 2))
     number, accepted = gl.load(read + row, cache_modifier=".cg"), gl.load(count + row, cache_modifier=".cg")
+    path, above_P = path + row * E, nodes_above(parents + row * N, N, CHAIN, P, num_warps)
+    accepted_nodes = path_nodes(path, E, GROUP)
     rate, bias, skip = gl.load(A_log + h).to(gl.float32), gl.load(dt_bias + h).to(gl.float32), gl.load(D + h).to(gl.float32)
+    if AHEAD:
+        ask_for_later_state(state, read, stride_state, K * V // BLOCKS, AHEAD)
     to_state_SKV = state_pointers(state + h * K * V + first_v, K, V, states)
     state_SKV = gl.load(to_state_SKV + number * stride_state, cache_modifier=".cg")
     from_k, from_u = k_left + number * stride_k + g * K, u_left + number * stride_u + own_v
@@ -97,24 +103,25 @@ def ssd_tree_hopper_kernel(
         if PDL:
             gdc_wait()
             gdc_launch_dependents()
+        number = gl.load(write + row)
         inputs = _read_nodes(
             own_y, own_dt, stride_y, stride_dt, g, own_v, q_smem, k_smem, N, G, K, P, rows, values, nodes
         )  # fmt: skip
     state_SKV = with_path(
-        state_SKV, from_k, from_u, from_decay, path + row * E, accepted, E, G, H, K, V, GROUP, states, num_warps
+        state_SKV, from_k, from_u, from_decay, path, accepted_nodes, accepted, E, G, H, K, V, GROUP, states, num_warps
     )
-    bits_P, above = ancestors(parents + row * N, N, STEPS, CHAIN, P, num_warps)
+    bits_P, above = ancestors(above_P, STEPS, P, num_warps)
     if SLICES == 0:
         parts = two_parts(state_SKV, of_state, num_warps)
     if not AT_ONCE:
         if PDL:
             gdc_wait()
             gdc_launch_dependents()
+        number = gl.load(write + row)
         inputs = _read_nodes(
             own_y, own_dt, stride_y, stride_dt, g, own_v, q_smem, k_smem, N, G, K, P, rows, values, nodes
         )  # fmt: skip
     x_SPV, dt_P = inputs
-    number = gl.load(write + row)
     gl.store(to_state_SKV + number * stride_state, state_SKV)
     async_copy.wait_group(0)
     fence_async_shared()
@@ -122,13 +129,11 @@ def ssd_tree_hopper_kernel(
     q_KP, keys_KP = q_smem.slice(0, P, 0).permute((1, 0)), k_smem.permute((1, 0))
     similar_RP = warpgroup_mma(q_smem, keys_KP, gl.zeros([64, P], gl.float32, between), use_acc=False, is_async=True)
     products_VP = gl.zeros([BLOCK_V, P], gl.float32, of_state)
-    if SLICES == 2:
-        first_SKV, second_SKV = halves(state_SKV)
-        parts = two_parts(first_SKV, of_state, num_warps)
-        products_VP = multiplied(parts, q_KP.slice(0, K // 2), products_VP, True)
+    if SLICES > 0:
+        pieces = pieces_of(state_SKV, SLICES)
+        parts = two_parts(pieces[0], of_state, num_warps)
+        products_VP = multiplied(parts, q_KP.slice(0, K // SLICES), products_VP, True)
     else:
-        if SLICES == 1:
-            parts = two_parts(state_SKV, of_state, num_warps)
         products_VP = multiplied(parts, q_KP, products_VP, True)
 
     # While the tensor cores work.
@@ -162,9 +167,9 @@ def ssd_tree_hopper_kernel(
     fence_async_shared()
     barrier()
     products_VP, _, _, _ = warpgroup_mma_wait(0, deps=(products_VP, parts[0], parts[1], q_smem))
-    if SLICES == 2:
-        parts = two_parts(second_SKV, of_state, num_warps)
-        products_VP = multiplied(parts, q_KP.slice(K // 2, K // 2), products_VP, False)
+    for piece in gl.static_range(1, SLICES):
+        parts = two_parts(pieces[piece], of_state, num_warps)
+        products_VP = multiplied(parts, q_KP.slice(piece * (K // SLICES), K // SLICES), products_VP, False)
         products_VP, _, _, _ = warpgroup_mma_wait(0, deps=(products_VP, parts[0], parts[1], q_smem))
     products_VP *= facts[2].load(gl.SliceLayout(0, of_state))[None, :]
     products_VP = warpgroup_mma(x_VP, first_smem.slice(0, P, 0).permute((1, 0)), products_VP, is_async=True)
@@ -213,6 +218,6 @@ def launch_ssd_tree_hopper(
         y_TC, *gates, *memory, steps.read_B, steps.write_B, steps.count_B, steps.path_BE, steps.parents_BN, out_THV,
         y_TC.stride(0), gates.dt_TH.stride(0), *(each.stride(0) for each in memory), N=N, E=E, G=G, H=H, K=K, V=V,
         STEPS=steps.max_depth.bit_length(), CHAIN=steps.is_chain, P=max(16, triton.next_power_of_2(N)),
-        GROUP=min(GROUP, triton.next_power_of_2(E)), SLICES=tiles.slices, AT_ONCE=tiles.at_once, num_warps=WARPS, **limit,
-        **chained(y_TC.device),
+        GROUP=min(GROUP, triton.next_power_of_2(E)), SLICES=tiles.slices, AT_ONCE=tiles.at_once, AHEAD=tiles.ahead,
+        num_warps=WARPS, **limit, **chained(y_TC.device),
     )  # fmt: skip

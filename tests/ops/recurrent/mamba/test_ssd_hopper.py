@@ -29,10 +29,11 @@ def test_passes_that_the_kernel_takes() -> None:
         (16, "deep tree", 6, SsdHopperTiles(128, 2, True)),
         (17, "chain", 20, SsdHopperTiles(0, 1, True)),
         (32, "tree", 6, None),
-        (20, "tree", 6, SsdHopperTiles(128, 2, True)),
+        (20, "tree", 6, SsdHopperTiles(128, 2, True, 4)),
         (32, "chain", 2, SsdHopperTiles(0, 2)),
         (33, "tree", 20, None),
-        (60, "tree", 6, SsdHopperTiles(0, 1, True)),
+        (60, "tree", 6, SsdHopperTiles(0, 1, True, 1)),
+        (32, "tree", 20, SsdHopperTiles(128, 4, True, 2)),
         (64, "chain", 6, SsdHopperTiles(168, 1, True)),
     ],
 )
