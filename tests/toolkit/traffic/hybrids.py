@@ -155,7 +155,7 @@ def draw_spec(chance: random.Random, head: str | None) -> SpecConfig | None:
     if chance.random() < 0.2 and head != "ngram":
         return SpecConfig("auto", topk, topk + chance.choice([3, 6]))
     depth = chance.randrange(1, 5)
-    most = depth + 1 if topk == 1 else min(40, 1 + topk + (depth - 1) * topk * topk)
+    most = depth + 1 if topk == 1 else min(24 if head == "ngram" else 40, 1 + topk + (depth - 1) * topk * topk)
     return SpecConfig(depth, topk, chance.randrange(depth + 1, most + 1))
 
 

@@ -42,8 +42,12 @@ class Traffic:
         self.driver = Driver(self.decoder)
         if world.kept is not None:
             self.driver.keep_states_from(world.kept)
+        # Scales of a float8 cache are those of its first pass: there the oracle is the decoder itself, without its drafter.
+        self.own_oracle = more.get("kv_cache_dtype") == "fp8"
         cache = {key: more[key] for key in ("kv_cache_dtype",) if key in more}
-        self.alone = zoo.decoder(world.target, None, None, max_batch_size=1, **common, **cache)
+        self.alone = (
+            self.decoder if self.own_oracle else zoo.decoder(world.target, None, None, max_batch_size=1, **common, **cache)
+        )
         self.texts: dict[tuple[Any, ...], list[int]] = {}
 
     def ask(self) -> tuple[list[int], SamplingParams]:
@@ -63,7 +67,7 @@ class Traffic:
         """What it writes alone."""
         key = (tuple(prompt), sampling)
         if key not in self.texts:
-            self.texts[key] = self.alone.generate([prompt], sampling)[0].token_ids
+            self.texts[key] = self.alone.generate([prompt], sampling, speculate=False)[0].token_ids
         return self.texts[key]
 
     def check(self, asked: list[tuple[Request, bool]]) -> int:
