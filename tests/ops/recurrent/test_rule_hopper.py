@@ -57,7 +57,7 @@ def test_passes_that_the_kernel_takes() -> None:
         (16, "deep tree", 6, HopperTiles(8, 128, 1)),
         (17, "chain", 20, HopperTiles(4, 168, 2, 4)),
         (32, "tree", 6, None),
-        (20, "tree", 6, HopperTiles(4, 168, 2, 4, 5)),
+        (20, "tree", 6, HopperTiles(4, 168, 2, 4)),
         (32, "chain", 2, HopperTiles(8, 0, 0, 4)),
         (33, "tree", 20, None),
         (64, "chain", 6, HopperTiles()),

@@ -41,14 +41,12 @@ class KimiTiles(NamedTuple):
 class KimiHopperTiles(NamedTuple):
     """Of rule_hopper.py.  warps: 4 or 8, of 16 columns each.  registers: of a thread, at most; 0: what the compiler wants.
 
-    late: the state is read last, when no other numbers need registers.  ahead: how many programs later that one comes for whose
-    state each program asks L2; 0: for none.
+    late: the state is read last, when no other numbers need registers.
     """
 
     warps: int = 8
     registers: int = 0
     late: bool = False
-    ahead: int = 0
 
 
 def kimi_tiles(sequences: int, nodes: int, heads: int) -> KimiTiles:
@@ -68,7 +66,7 @@ def kimi_tiles(sequences: int, nodes: int, heads: int) -> KimiTiles:
 def kimi_hopper_tiles(sequences: int, nodes: int, heads: int) -> KimiHopperTiles:
     """The fastest of those that benchmarks/layers/recurrent.py tries, on an H200."""
     is_crowded = sequences * heads > 132  # programs, for as many SMs
-    return KimiHopperTiles(8, 128, True, 264) if is_crowded and nodes <= 32 else KimiHopperTiles()
+    return KimiHopperTiles(8, 128, True) if is_crowded and nodes <= 32 else KimiHopperTiles()
 
 
 def launch_kimi_trees(

@@ -47,7 +47,7 @@ from specdec.ops.recurrent.kimi_delta import KimiGates
 from specdec.ops.recurrent.shared_triton import EPS, log_decays, strengths
 from specdec.ops.recurrent.states import RuleStates, TreeSteps
 from specdec.ops.recurrent.trees.nodes_hopper import ancestors, coefficients, nodes_above, nodes_layout, squares
-from specdec.ops.recurrent.trees.state_hopper import ask_for_later_state, path_nodes, state_pointers, states_layout
+from specdec.ops.recurrent.trees.state_hopper import path_nodes, state_pointers, states_layout
 
 GROUP, LEVELS = 4, 8  # accepted nodes of the pending path that are read at once; ancestors that are looked at at once
 
@@ -65,7 +65,7 @@ def kimi_rule_hopper_kernel(
     stride_y, stride_a, stride_b, stride_state, stride_k, stride_u, stride_decay,
     N: gl.constexpr, E: gl.constexpr, H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, STEPS: gl.constexpr,
     DEPTH: gl.constexpr, CHAIN: gl.constexpr, P: gl.constexpr, GROUP: gl.constexpr, LEVELS: gl.constexpr,
-    LATE: gl.constexpr, AHEAD: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
+    LATE: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     BLOCK_V: gl.constexpr = 16 * num_warps
     BLOCKS: gl.constexpr = V // BLOCK_V
@@ -75,10 +75,6 @@ def kimi_rule_hopper_kernel(
     number, accepted = gl.load(read + row, cache_modifier=".cg"), gl.load(count + row, cache_modifier=".cg")
     path, above_P = path + row * E, nodes_above(parents + row * N, N, CHAIN, P, num_warps)
     accepted_nodes = path_nodes(path, E, GROUP)
-    if AHEAD:
-        ask_for_later_state(state, read, stride_state, K * V // BLOCKS, AHEAD)
-        if LATE and gl.program_id(1) * gl.num_programs(0) + gl.program_id(0) < AHEAD:  # for whose state nobody asked
-            ask_for_later_state(state, read, stride_state, K * V // BLOCKS, 0)
     to_state_SKV = state_pointers(state + h * K * V + first_v, K, V, states)
     from_state_SKV, from_k = to_state_SKV + number * stride_state, k_left + number * stride_k + h * K
     from_u, from_decay = u_left + number * stride_u + h * V + first_v, decay_left + number * stride_decay + h * K
@@ -200,5 +196,5 @@ def launch_kimi_trees_hopper(
         y_TC.stride(0), gates.a_TC.stride(0), gates.b_TH.stride(0), *(each.stride(0) for each in memory), N=N, E=E, H=H, K=K,
         V=V, STEPS=steps.max_depth.bit_length(), DEPTH=steps.max_depth, CHAIN=steps.is_chain,
         P=max(16, triton.next_power_of_2(N)), GROUP=min(GROUP, triton.next_power_of_2(E)), LEVELS=LEVELS,
-        LATE=tiles.late, AHEAD=tiles.ahead, num_warps=tiles.warps, **limit, **chained(y_TC.device),
+        LATE=tiles.late, num_warps=tiles.warps, **limit, **chained(y_TC.device),
     )  # fmt: skip

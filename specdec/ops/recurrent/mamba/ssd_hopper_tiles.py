@@ -25,13 +25,11 @@ class SsdHopperTiles(NamedTuple):
     fewer registers do.
     at_once: whether the wait comes before the pending path is added, so that everything is loaded at once.  It is for passes of
     more programs than fit on a GPU, of which only the first ones have anything to wait for.
-    ahead: how many programs later that one comes for whose state each program asks L2; 0: for none.
     """
 
     registers: int = 0
     slices: int = 0
     at_once: bool = False
-    ahead: int = 0
 
 
 def ssd_hopper_tiles(sequences: int, nodes: int, heads: int, width: int) -> SsdHopperTiles:

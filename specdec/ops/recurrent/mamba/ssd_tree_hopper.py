@@ -49,7 +49,6 @@ from specdec.ops.recurrent.states import RuleStates, TreeSteps
 from specdec.ops.recurrent.trees.nodes_hopper import ancestors, nodes_above, nodes_layout, store_keys
 from specdec.ops.recurrent.trees.state_hopper import (
     as_operand,
-    ask_for_later_state,
     path_nodes,
     pieces_of,
     places,
@@ -74,8 +73,8 @@ def ssd_tree_hopper_kernel(
     out,  # [B * N, H, V]
     stride_y, stride_dt, stride_state, stride_k, stride_u, stride_decay,
     N: gl.constexpr, E: gl.constexpr, G: gl.constexpr, H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, STEPS: gl.constexpr,
-    CHAIN: gl.constexpr, P: gl.constexpr, GROUP: gl.constexpr, SLICES: gl.constexpr, AT_ONCE: gl.constexpr,
-    AHEAD: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
+    CHAIN: gl.constexpr, P: gl.constexpr, GROUP: gl.constexpr, SLICES: gl.constexpr, AT_ONCE: gl.constexpr, PDL: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     BLOCK_V: gl.constexpr = 16 * num_warps
     BLOCKS: gl.constexpr = V // BLOCK_V
@@ -93,8 +92,6 @@ def ssd_tree_hopper_kernel(
     path, above_P = path + row * E, nodes_above(parents + row * N, N, CHAIN, P, num_warps)
     accepted_nodes = path_nodes(path, E, GROUP)
     rate, bias, skip = gl.load(A_log + h).to(gl.float32), gl.load(dt_bias + h).to(gl.float32), gl.load(D + h).to(gl.float32)
-    if AHEAD:
-        ask_for_later_state(state, read, stride_state, K * V // BLOCKS, AHEAD)
     to_state_SKV = state_pointers(state + h * K * V + first_v, K, V, states)
     state_SKV = gl.load(to_state_SKV + number * stride_state, cache_modifier=".cg")
     from_k, from_u = k_left + number * stride_k + g * K, u_left + number * stride_u + own_v
@@ -218,6 +215,6 @@ def launch_ssd_tree_hopper(
         y_TC, *gates, *memory, steps.read_B, steps.write_B, steps.count_B, steps.path_BE, steps.parents_BN, out_THV,
         y_TC.stride(0), gates.dt_TH.stride(0), *(each.stride(0) for each in memory), N=N, E=E, G=G, H=H, K=K, V=V,
         STEPS=steps.max_depth.bit_length(), CHAIN=steps.is_chain, P=max(16, triton.next_power_of_2(N)),
-        GROUP=min(GROUP, triton.next_power_of_2(E)), SLICES=tiles.slices, AT_ONCE=tiles.at_once, AHEAD=tiles.ahead,
-        num_warps=WARPS, **limit, **chained(y_TC.device),
+        GROUP=min(GROUP, triton.next_power_of_2(E)), SLICES=tiles.slices, AT_ONCE=tiles.at_once, num_warps=WARPS,
+        **limit, **chained(y_TC.device),
     )  # fmt: skip

@@ -23,14 +23,12 @@ class HopperTiles(NamedTuple):
 
     slices: 0: the state is cut into parts of 16 bits before the wait; else its rows are, after it, in so many steps, for which
     fewer registers do.  turns: how many nodes are solved before all later ones are told of them.
-    ahead: how many programs later that one comes for whose state each program asks L2; 0: for none.
     """
 
     warps: int = 4
     registers: int = 0
     slices: int = 0
     turns: int = 1
-    ahead: int = 0
 
 
 def hopper_tiles(sequences: int, nodes: int, value_heads: int, width: int) -> HopperTiles:

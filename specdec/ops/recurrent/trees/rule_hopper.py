@@ -42,7 +42,6 @@ from specdec.ops.recurrent.trees.nodes_hopper import (
     store_keys,
 )
 from specdec.ops.recurrent.trees.state_hopper import (
-    ask_for_later_state,
     by_column,
     cut,
     halves,
@@ -70,7 +69,7 @@ def tree_rule_hopper_kernel(
     stride_y, stride_a, stride_b, stride_state, stride_k, stride_u, stride_decay,
     N: gl.constexpr, E: gl.constexpr, G: gl.constexpr, H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, STEPS: gl.constexpr,
     CHAIN: gl.constexpr, P: gl.constexpr, GROUP: gl.constexpr, SLICES: gl.constexpr, TURNS: gl.constexpr, MOST: gl.constexpr,
-    AHEAD: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
+    PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     BLOCK_V: gl.constexpr = 16 * num_warps
     BLOCKS: gl.constexpr = V // BLOCK_V
@@ -82,8 +81,6 @@ def tree_rule_hopper_kernel(
     number, accepted = gl.load(read + row, cache_modifier=".cg"), gl.load(count + row, cache_modifier=".cg")
     path, above_P = path + row * E, nodes_above(parents + row * N, N, CHAIN, P, num_warps)
     accepted_nodes, rate, bias = path_nodes(path, E, GROUP), gl.load(A_log + h), gl.load(dt_bias + h)
-    if AHEAD:
-        ask_for_later_state(state, read, stride_state, K * V // BLOCKS, AHEAD)
     to_state_SKV = state_pointers(state + h * K * V + first_v, K, V, states)
     raw_SKV = gl.load(to_state_SKV + number * stride_state, cache_modifier=".cg")
     state_SKV = with_path(
@@ -177,5 +174,5 @@ def launch_tree_rule_hopper(
         y_TC.stride(0), gates.a_TH.stride(0), gates.b_TH.stride(0), *(each.stride(0) for each in memory), N=N, E=E, G=G, H=H,
         K=K, V=V, STEPS=steps.max_depth.bit_length(), CHAIN=steps.is_chain, P=max(16, triton.next_power_of_2(N)),
         GROUP=min(GROUP, triton.next_power_of_2(E)), SLICES=tiles.slices, TURNS=tiles.turns, MOST=gates.most,
-        AHEAD=tiles.ahead, num_warps=tiles.warps, **limit, **chained(y_TC.device),
+        num_warps=tiles.warps, **limit, **chained(y_TC.device),
     )  # fmt: skip

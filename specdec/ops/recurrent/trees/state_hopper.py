@@ -54,24 +54,6 @@ def state_pointers(state, K: gl.constexpr, V: gl.constexpr, layout: gl.constexpr
 
 
 @gluon.jit
-def ask_for_later_state(state, read, stride_state, NUMBERS: gl.constexpr, AHEAD: gl.constexpr):
-    """Asks L2 for what the program that comes AHEAD programs later reads of its state, NUMBERS numbers side by side.
-
-    So memory is at work while this program computes, and that one waits for L2 alone.  AHEAD: about as many as run at once.
-    """
-    later = gl.program_id(1) * gl.num_programs(0) + gl.program_id(0) + AHEAD
-    row = later // gl.num_programs(0)
-    if row < gl.num_programs(1):
-        number = gl.load(read + row, cache_modifier=".cg")
-        first = state + number * stride_state + (later % gl.num_programs(0)) * NUMBERS
-        gl.inline_asm_elementwise(
-            "{ .reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; "
-            "@p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
-            "=r,l,r", [first.to(gl.uint64), gl.to_tensor(4 * NUMBERS)], dtype=gl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-
-
-@gluon.jit
 def path_nodes(path, E: gl.constexpr, GROUP: gl.constexpr):
     """The first GROUP nodes of a row's pending path, whether or not they were accepted.  No load waits for how many were."""
     nodes = ()
