@@ -267,9 +267,7 @@ def check_recurrent(settings: EngineSettings, sizes: RecurrentConfig, shared_byt
             f"cuda_graphs={settings.cuda_graphs!r}; nearest setting that works: cuda_graphs=False"
         )
     nodes = max(shape.num_draft_tokens for shape in settings.spec.shapes) if settings.spec else 1
-    # Of a rule whose channels fade each by itself, kimi/nodes_triton.py would take 256 KiB for 128 nodes.
-    is_small = shared_bytes < SHARED_OF_MANY_NODES or (rule is not None and rule.by_channel)
-    most = MAX_STATE_NODES // 2 if is_small else MAX_STATE_NODES
+    most = MAX_STATE_NODES if shared_bytes >= SHARED_OF_MANY_NODES else MAX_STATE_NODES // 2
     if nodes > most:
         raise ValueError(
             f"num_draft_tokens must be at most {most} for a target with recurrent layers on this GPU, got {nodes}; "

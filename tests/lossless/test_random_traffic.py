@@ -72,7 +72,7 @@ def small_rings(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("world", "seed"), [*((world, 0) for world in WORLDS), *((world, 1) for world in INTRICATE)])
 def test_random_traffic(zoo: Zoo, monkeypatch: pytest.MonkeyPatch, world: str, seed: int) -> None:
     small_rings(monkeypatch)
-    drive(traffic_of(zoo, world, seed), events=60)
+    assert drive(traffic_of(zoo, world, seed), events=60)[1] > 0
 
 
 def crowd(traffic: Traffic, threads: int, calls: int) -> None:

@@ -206,7 +206,7 @@ def run(number: int) -> tuple[str, int, int]:
             world = draw_world(chance, family, zoo.root / "drawn")
             said += f" {world}"
             traffic = OddTraffic(zoo, world, chance)
-            asked = drive(traffic, EVENTS)
+            asked, _ = drive(traffic, EVENTS)
             compared = "kv_cache_dtype" not in world.settings and _is_transformers(zoo, traffic, chance)
         except BaseException as error:
             error.add_note(said)
