@@ -22,8 +22,7 @@ from specdec.ops.recurrent.states import ChunkSteps, ConvStates, TreeSteps, lie_
 class ConvTiles(NamedTuple):
     """Channels of a program, its warps, the nodes (or tokens) that it computes at once, and about how many programs there are.
 
-    programs: trees alone; with fewer of them, a program computes more of a tree's nodes, whose ancestors it then has in L1, up
-    to MOST_STEPS times `rows`.
+    programs: trees alone; with fewer of them, a program computes more of a tree's nodes, whose ancestors it then has in L1.
     """
 
     channels: int
@@ -35,7 +34,6 @@ class ConvTiles(NamedTuple):
 # Of a lone node, of chains and of trees; of parts.  Measured on an H200 (benchmarks/layers/recurrent.py).
 ONE, CHAIN, TREE = ConvTiles(512, 2, 1), ConvTiles(512, 4, 4, 1056), ConvTiles(256, 4, 8, 1056)
 CHUNK = ConvTiles(256, 2, 16)
-MOST_STEPS = 4  # which are written out one after the other
 
 
 @triton.jit
@@ -64,8 +62,6 @@ def tree_convolution_kernel(
         row = tl.where(place < W, conv + number * stride_conv + place * C, left + number * stride_left + node * C)
         last_C = tl.load(row + c, mask=ok_C & (group == 0), other=0.0, cache_modifier=".cg")
         rows, lasts = rows + (row,), lasts + (last_C,)  # type: ignore[assignment]
-    # Of later steps too, so that none waits for parents.
-    ats = above_nodes(parents + b * N, group * STEPS * ROWS, N, W, CHAIN, STEPS if N > 1 else 0, ROWS)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -80,54 +76,29 @@ def tree_convolution_kernel(
             y_C += lasts[w].to(tl.float32) * weights[w]
         tl.store(out + b * C + c, ended(y_C, SILU, ASM).to(out.dtype.element_ty), mask=ok_C)
     else:
-        from_x, first = x + b * N * stride_x, group * STEPS * ROWS
-        inputs = inputs_of(from_x, stride_x, c, ok_C, first, rows, ats, 0, N, W, ROWS)
-        for step in tl.static_range(STEPS):
-            n, own = first + step * ROWS + tl.arange(0, ROWS), inputs
-            if step + 1 < STEPS:  # whose inputs come from memory meanwhile, and those of ancestors from caches
-                inputs = inputs_of(from_x, stride_x, c, ok_C, first, rows, ats, step + 1, N, W, ROWS)
-            y_NC = own[W].to(tl.float32) * weights[W][None, :] + weights[W + 1][None, :]
+        from_x, from_parents = x + b * N * stride_x, parents + b * N
+        n = group * STEPS * ROWS + tl.arange(0, ROWS)
+        next_NC = tl.load(from_x + (n * stride_x)[:, None] + c[None, :], mask=(n < N)[:, None] & ok_C[None, :], other=0.0)
+        for step in range(STEPS):
+            # Whose own inputs are there; the next ones come from memory meanwhile, and those of ancestors from caches.
+            n, own_NC = (group * STEPS + step) * ROWS + tl.arange(0, ROWS), next_NC
+            ok_NC, later_N = (n < N)[:, None] & ok_C[None, :], n + ROWS
+            is_later_NC = (later_N < N)[:, None] & ok_C[None, :] & (step + 1 < STEPS)
+            next_NC = tl.load(from_x + (later_N * stride_x)[:, None] + c[None, :], mask=is_later_NC, other=0.0)
+            y_NC, at_N = own_NC.to(tl.float32) * weights[W][None, :] + weights[W + 1][None, :], n
             for tap in tl.static_range(W - 1, -1, -1):
-                y_NC += own[tap].to(tl.float32) * weights[tap][None, :]
+                above_N = at_N - 1  # the node so many tokens before; -1, -2, ..: last inputs
+                if not CHAIN:
+                    above_N = tl.load(from_parents + at_N, mask=(at_N > 0) & (n < N), other=0).to(tl.int32)
+                at_N = tl.where(at_N > 0, above_N, at_N - 1)
+                from_N = from_x + tl.maximum(at_N, 0) * stride_x
+                for w in tl.static_range(tap, W):
+                    from_N = tl.where(at_N == w - W, rows[w], from_N)
+                x_NC = tl.load(from_N[:, None] + c[None, :], mask=ok_NC, other=0.0)
+                y_NC += x_NC.to(tl.float32) * weights[tap][None, :]
             # Stores come last: no load is moved in front of one.
-            ok_NC = (n < N)[:, None] & ok_C[None, :]
-            tl.store(left + number * stride_left + n[:, None] * C + c[None, :], own[W], mask=ok_NC)
+            tl.store(left + number * stride_left + n[:, None] * C + c[None, :], own_NC, mask=ok_NC)
             tl.store(out + (b * N + n)[:, None] * C + c[None, :], ended(y_NC, SILU, ASM).to(out.dtype.element_ty), mask=ok_NC)
-
-
-@triton.jit
-def above_nodes(
-    parents, first, N: tl.constexpr, W: tl.constexpr, CHAIN: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr
-):  # fmt: skip
-    """For each step's nodes W tuples [ROWS]: the nodes 1, 2, .. tokens before them; -1, -2, ..: last inputs."""
-    ats = ()
-    for step in tl.static_range(STEPS):
-        n = first + step * ROWS + tl.arange(0, ROWS)
-        at_N = n
-        for _ in tl.static_range(W):
-            above_N = at_N - 1
-            if not CHAIN:
-                above_N = tl.load(parents + at_N, mask=(at_N > 0) & (n < N), other=0, cache_modifier=".cg").to(tl.int32)
-            at_N = tl.where(at_N > 0, above_N, at_N - 1)
-            ats = ats + (at_N,)  # type: ignore[assignment]
-    return ats
-
-
-@triton.jit
-def inputs_of(
-    from_x, stride_x, c, ok_C, first, rows, ats, step: tl.constexpr, N: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr
-):  # fmt: skip
-    """A step's inputs, one tuple [ROWS, C] for each tap, those of the nodes themselves last."""
-    n, inputs = first + step * ROWS + tl.arange(0, ROWS), ()
-    ok_NC = (n < N)[:, None] & ok_C[None, :]
-    own_NC = tl.load(from_x + (n * stride_x)[:, None] + c[None, :], mask=ok_NC, other=0.0)
-    for tap in tl.static_range(W):
-        at_N = ats[step * W + W - 1 - tap]
-        from_N = from_x + tl.maximum(at_N, 0) * stride_x
-        for w in tl.static_range(tap, W):
-            from_N = tl.where(at_N == w - W, rows[w], from_N)
-        inputs = inputs + (tl.load(from_N[:, None] + c[None, :], mask=ok_NC, other=0.0),)  # type: ignore[assignment]
-    return inputs + (own_NC,)
 
 
 @triton.jit
@@ -220,7 +191,7 @@ def launch_tree_convolution(
     block = min(tiles.channels, triton.next_power_of_2(C))
     blocks, steps_in_all = triton.cdiv(C, block), triton.cdiv(N, tiles.rows)
     if B:
-        own = min(MOST_STEPS, triton.cdiv(steps_in_all, max(1, tiles.programs // (blocks * B))))
+        own = triton.cdiv(steps_in_all, max(1, tiles.programs // (blocks * B)))
         tree_convolution_kernel[(blocks, triton.cdiv(steps_in_all, own), B)](
             x_TC, *conv[:2], layer.conv_PWC, left_LNC, steps.read_B, steps.write_B, steps.count_B, steps.path_BE,
             steps.parents_BN, out_TC, x_TC.stride(0), layer.conv_PWC.stride(0), left_LNC.stride(0), C=C, W=W, N=N, E=E,

@@ -23,8 +23,8 @@ from specdec.ops.recurrent.shared_triton import PRECISION
 from specdec.ops.recurrent.states import RuleStates, TreeSteps, lie_whole
 from specdec.ops.recurrent.trees.hopper_tiles import takes
 
-
-MOST_BY_POWERS = 64  # nodes: an inverse of more by powers takes 256 KiB of shared memory, by halves 128
+# Nodes: an inverse of more by powers takes 256 KiB of shared memory, and by halves 128.
+MOST_BY_POWERS = 64
 
 
 class KimiTiles(NamedTuple):

@@ -226,6 +226,6 @@ def launch_ssd_tree_hopper(
         y_TC, *gates, *memory, steps.read_B, steps.write_B, steps.count_B, steps.path_BE, steps.parents_BN, out_THV,
         y_TC.stride(0), gates.dt_TH.stride(0), *(each.stride(0) for each in memory), N=N, E=E, G=G, H=H, K=K, V=V,
         STEPS=steps.max_depth.bit_length(), CHAIN=steps.is_chain, P=max(16, triton.next_power_of_2(N)),
-        GROUP=min(GROUP, triton.next_power_of_2(E)), SLICES=tiles.slices, AT_ONCE=tiles.at_once, SHARED=tiles.shared, num_warps=WARPS,
-        **limit, **chained(y_TC.device),
+        GROUP=min(GROUP, triton.next_power_of_2(E)), SLICES=tiles.slices, AT_ONCE=tiles.at_once, SHARED=tiles.shared,
+        num_warps=WARPS, **limit, **chained(y_TC.device),
     )  # fmt: skip

@@ -166,14 +166,11 @@ def halves(state_SKV):
 
 @gluon.jit
 def pieces_of(state_SKV, COUNT: gl.constexpr):
-    """A state's rows in 1, 2 or 4 pieces."""
+    """A state's rows, whole or in two halves."""
     if COUNT == 1:
         pieces = (state_SKV,)
-    elif COUNT == 2:
-        pieces = halves(state_SKV)
     else:
-        first_SKV, second_SKV = halves(state_SKV)
-        pieces = halves(first_SKV) + halves(second_SKV)
+        pieces = halves(state_SKV)
     return pieces
 
 
