@@ -253,11 +253,13 @@ def check_recurrent(settings: EngineSettings, sizes: RecurrentConfig, shared_byt
     shared_bytes: of the memory that a program has on a GPU's chip.
     """
     widths = () if (rule := sizes.rule) is None else (("key", rule.key_width), ("value", rule.value_width))
+    in_blocks = rule is not None and rule.in_blocks
+    fitting = f"a multiple of {MIN_STATE_WIDTH} wide" if in_blocks else f"a power of two wide, from {MIN_STATE_WIDTH} on"
     for name, width in widths:
-        if width < MIN_STATE_WIDTH or width & (width - 1):
+        if width % MIN_STATE_WIDTH or (not in_blocks and width & (width - 1)):
             raise ValueError(
-                f"recurrent layers run on a GPU if heads are a power of two wide, from {MIN_STATE_WIDTH} on, got {name} heads "
-                f"of {width}; nearest setting that works: device='cpu'"
+                f"recurrent layers of this rule run on a GPU if heads are {fitting}, got {name} heads of {width}; "
+                "nearest setting that works: device='cpu'"
             )
     if settings.dtype == torch.float64 and settings.cuda_graphs:
         raise ValueError(
@@ -265,9 +267,7 @@ def check_recurrent(settings: EngineSettings, sizes: RecurrentConfig, shared_byt
             f"cuda_graphs={settings.cuda_graphs!r}; nearest setting that works: cuda_graphs=False"
         )
     nodes = max(shape.num_draft_tokens for shape in settings.spec.shapes) if settings.spec else 1
-    # Of a rule whose channels fade each by itself, kimi/nodes_triton.py would take 256 KiB for 128 nodes.
-    is_small = shared_bytes < SHARED_OF_MANY_NODES or (rule is not None and rule.by_channel)
-    most = MAX_STATE_NODES // 2 if is_small else MAX_STATE_NODES
+    most = MAX_STATE_NODES if shared_bytes >= SHARED_OF_MANY_NODES else MAX_STATE_NODES // 2
     if nodes > most:
         raise ValueError(
             f"num_draft_tokens must be at most {most} for a target with recurrent layers on this GPU, got {nodes}; "

@@ -176,7 +176,7 @@ def test_wrong_input(flags: list[str], named: str, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("name", "flags", "said"),
     [
-        ("olmo_hybrid", [], "heads are a power of two wide, from 16 on, got key heads of 8"),
+        ("olmo_hybrid", [], "heads are a multiple of 16 wide, got key heads of 8"),
         ("lfm2", ["--draft", "ngram", "--spec", "64,4,201"], "num_draft_tokens must be at most 128 .* got 201"),
     ],
 )

@@ -83,4 +83,4 @@ def _recurrent(said: dict[str, Any], config: ModelConfig, where: str) -> Recurre
     key_width = whole(said, "linear_key_head_dim", where, int(0.75 * config.hidden_size / key_heads))
     value_width = whole(said, "linear_value_head_dim", where, 2 * key_width)
     taps = whole(said, "linear_conv_kernel_dim", where, 4, least=2)
-    return RecurrentConfig(taps, RuleSizes(key_heads, value_heads, key_width, value_width))
+    return RecurrentConfig(taps, RuleSizes(key_heads, value_heads, key_width, value_width, in_blocks=True))

@@ -87,7 +87,7 @@ def _recurrent(raw: dict[str, Any], where: str) -> RecurrentConfig:
         raise ValueError(
             f"{where}: linear_num_value_heads must be a multiple of linear_num_key_heads, got {value_heads}, {key_heads}"
         )
-    return RecurrentConfig(taps, RuleSizes(key_heads, value_heads, key_width, value_width))
+    return RecurrentConfig(taps, RuleSizes(key_heads, value_heads, key_width, value_width, in_blocks=True))
 
 
 def _mtp_layers(raw: dict[str, Any], where: str) -> int:

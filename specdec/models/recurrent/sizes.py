@@ -8,8 +8,8 @@ import torch
 
 from specdec.parallel.shard import Shard
 
-# What the kernels of a GPU take: heads a power of two wide, and trees whose mutual products fit on the chip: of half as many
-# nodes where a program has less shared memory than this.
+# What the kernels of a GPU take: heads from so many numbers on, and trees whose mutual products fit on the chip: of half as
+# many nodes where a program has less shared memory than this.
 MIN_STATE_WIDTH, MAX_STATE_NODES, SHARED_OF_MANY_NODES = 16, 128, 132 << 10
 
 
@@ -18,6 +18,7 @@ class RuleSizes:
     """Of a rule, as one rank holds it.  Counts are in heads; a key head serves neighbouring value heads.
 
     key_width, value_width: numbers of a head.  by_channel: whether each channel of keys fades by itself; see rule.py.
+    in_blocks: whether a GPU's kernels take widths that are any multiple of MIN_STATE_WIDTH, and not powers of two alone.
     """
 
     key_heads: int
@@ -25,6 +26,7 @@ class RuleSizes:
     key_width: int
     value_width: int
     by_channel: bool = False
+    in_blocks: bool = False
 
     @property
     def kinds(self) -> tuple[int, int, int]:

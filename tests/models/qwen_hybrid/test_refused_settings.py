@@ -15,25 +15,24 @@ from specdec.models.recurrent.sizes import RecurrentConfig, RuleSizes
 
 RULE, HOPPER = RuleSizes(2, 4, 16, 32), 227 << 10
 FITS = RecurrentConfig(4, RULE)
+BLOCKS = replace(RULE, key_width=96, value_width=192, in_blocks=True)  # OLMo's
 
 
 @pytest.mark.parametrize(
     ("sizes", "changes", "said"),
     [
         (RecurrentConfig(4, replace(RULE, key_width=8)), {}, "key heads of 8; nearest setting that works: device='cpu'"),
-        (RecurrentConfig(4, replace(RULE, value_width=48)), {}, "value heads of 48"),
+        (RecurrentConfig(4, replace(RULE, value_width=48)), {}, "a power of two wide, from 16 on, got value heads of 48"),
+        (RecurrentConfig(4, replace(BLOCKS, value_width=200)), {}, "a multiple of 16 wide, got value heads of 200"),
         (FITS, {"dtype": torch.float64, "cuda_graphs": "round"}, "nearest setting that works: cuda_graphs=False"),
         (FITS, {"spec": SpecConfig(8, 8, 200)}, "at most 128 .* got 200; nearest setting that works: 128"),
-        (
-            RecurrentConfig(4, replace(RULE, by_channel=True)),
-            {"spec": SpecConfig(8, 8, 65)},
-            "at most 64 .* got 65; nearest setting that works: 64",
-        ),
+        (RecurrentConfig(4, replace(RULE, by_channel=True)), {"spec": SpecConfig(8, 8, 129)}, "at most 128 .* got 129"),
     ],
 )
 def test_what_no_kernel_takes_is_refused(zoo: Zoo, sizes: RecurrentConfig, changes: dict[str, object], said: str) -> None:
     settings = zoo.decoder("qwen3_next", "eagle1", SpecConfig(3, 4, 12)).settings
     check_recurrent(settings, FITS, HOPPER)
+    check_recurrent(settings, RecurrentConfig(4, BLOCKS), HOPPER)
     with pytest.raises(ValueError, match=said):
         check_recurrent(replace(settings, **changes), sizes, HOPPER)
 

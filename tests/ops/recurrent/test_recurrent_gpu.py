@@ -1,4 +1,4 @@
-"""Recurrent layers of Qwen3.5's widths in bfloat16 on a GPU, against the definition in float64.
+"""Recurrent layers of Qwen3.5's and of OLMo Hybrid's widths in bfloat16 on a GPU, against the definition in float64.
 
 Shapes: as of specdec/ops/recurrent/states.py.
 """
@@ -20,14 +20,15 @@ from specdec.ops.recurrent.trees.rule_triton import launch_tree_rule
 
 pytestmark = pytest.mark.gpu
 SIZES = Sizes(G=16, H=48, K=128, V=128)
+OLMO = Sizes(G=30, H=30, K=96, V=192)  # whose widths are no powers of two
 ROWS, NODES, PATH = 32, 32, 6
 BOUNDS = {"tf32x3": 5e-6, "ieee": 5e-6}  # of what is float32: states and what nodes leave, as a share of their norm
 
 
-def layer_of(numbers: int, nodes: int) -> LayerStates:
-    G, H, K, V, Z = SIZES
+def layer_of(numbers: int, nodes: int, sizes: Sizes = SIZES) -> LayerStates:
+    G, H, K, V, Z = sizes
     made = {"device": "cuda"}
-    inputs = (torch.randn(numbers, each, SIZES.C, **made).bfloat16() for each in (Z - 1, nodes))
+    inputs = (torch.randn(numbers, each, sizes.C, **made).bfloat16() for each in (Z - 1, nodes))
     rule = RuleStates(
         torch.randn(numbers, H, K, V, **made).mul(0.3),
         torch.nn.functional.normalize(torch.randn(numbers, nodes, G, K, **made), dim=-1),
@@ -36,12 +37,14 @@ def layer_of(numbers: int, nodes: int) -> LayerStates:
     return LayerStates(ConvStates(*inputs), rule)
 
 
-def tokens_of(count: int) -> tuple[Tensor, Tensor, Tensor]:
-    return tuple(torch.randn(count, width, device="cuda").bfloat16() for width in (SIZES.C, SIZES.H, SIZES.H))  # type: ignore[return-value]
+def tokens_of(count: int, sizes: Sizes = SIZES) -> tuple[Tensor, Tensor, Tensor]:
+    return tuple(torch.randn(count, width, device="cuda").bfloat16() for width in (sizes.C, sizes.H, sizes.H))  # type: ignore[return-value]
 
 
-def weights_of() -> Weights:
-    return Weights(*(each.cuda() for each in Weights.random(SIZES, torch.bfloat16)[:3]))
+def weights_of(sizes: Sizes = SIZES) -> Weights:
+    """Strengths of OLMo's are up to 2."""
+    most = 2.0 if sizes == OLMO else 1.0
+    return Weights(*(each.cuda() for each in Weights.random(sizes, torch.bfloat16)[:3]), most)
 
 
 def doubled(gates: Gates) -> Gates:
@@ -67,12 +70,13 @@ def trees(kind: str, seed: int) -> TreeSteps:
 
 
 @pytest.mark.parametrize("precision", BOUNDS)
+@pytest.mark.parametrize("sizes", [SIZES, OLMO], ids=["qwen", "olmo"])
 @pytest.mark.parametrize("kind", ["plain", "chain", "tree"])
-def test_trees_of_real_widths(kind: str, precision: str) -> None:
+def test_trees_of_real_widths(kind: str, sizes: Sizes, precision: str) -> None:
     """Keeps out: products that lose float32's accuracy, and a program that reads what another one writes."""
-    steps, layer, weights = trees(kind, 1), layer_of(2 + 2 * ROWS, NODES), weights_of()
+    steps, layer, weights = trees(kind, 1), layer_of(2 + 2 * ROWS, NODES, sizes), weights_of(sizes)
     exact = mapped(layer, torch.Tensor.double)
-    y, a, b = tokens_of(steps.parents_BN.numel())
+    y, a, b = tokens_of(steps.parents_BN.numel(), sizes)
     gates = weights.gates(a, b)
     with torch.inference_mode():
         out = launch_tree_rule(y, gates, layer.rule, steps, precision)
@@ -85,16 +89,18 @@ def test_trees_of_real_widths(kind: str, precision: str) -> None:
     assert error(out, want) < 3e-3 and max(errors.values()) < BOUNDS[precision]
 
 
-@pytest.mark.parametrize("lengths", [[8192], [1, 700, 64, 33]])
-def test_parts_of_real_widths(lengths: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("lengths", "sizes"), [([8192], SIZES), ([1, 700, 64, 33], SIZES), ([1, 700, 64, 33], OLMO)], ids=["long", "many", "olmo"]
+)
+def test_parts_of_real_widths(lengths: list[int], sizes: Sizes) -> None:
     """Keeps out: an error that grows from block to block, and halves of which the compiler leaves nothing to the second."""
     B, tokens = len(lengths), sum(lengths)
-    layer, weights = layer_of(2 + 2 * B, 1), weights_of()
+    layer, weights = layer_of(2 + 2 * B, 1, sizes), weights_of(sizes)
     exact = mapped(layer, torch.Tensor.double)
     read_B, write_B = torch.tensor([[2 + 2 * b, 3 + 2 * b] for b in range(B)], device="cuda").T.contiguous()
     cu_B1 = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
     steps = ChunkSteps(read_B, write_B, cu_B1, *(each.cuda() for each in trash_steps(B)), max(lengths))
-    x, a, b = tokens_of(tokens)
+    x, a, b = tokens_of(tokens, sizes)
     gates = weights.gates(a, b)
     with torch.inference_mode():
         y = chunk_convolution(x, weights.conv, layer.conv, steps)

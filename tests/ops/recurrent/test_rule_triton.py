@@ -12,6 +12,7 @@ from specdec.ops.recurrent.gated_delta import Gates, chunk_outputs, tree_outputs
 from specdec.ops.recurrent.trees.rule_triton import launch_tree_rule
 
 ALIKE, SHARED = Sizes(G=2, H=2, K=16, V=32), Sizes(G=1, H=3, K=32, V=16)
+UNEVEN = Sizes(G=1, H=2, K=48, V=80)  # no powers of two, as OLMo's 96 and 192
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}
 
 
@@ -30,11 +31,15 @@ def on_device(gates: Gates) -> Gates:
         (ALIKE, 32, "tree", 6, torch.float32),
         (SHARED, 20, "deep tree", 6, torch.float32),
         (SHARED, 60, "tree", 20, torch.float16),
+        (UNEVEN, 1, "chain", 6, torch.float16),
+        (UNEVEN, 7, "tree", 6, torch.float32),
+        (UNEVEN, 20, "tree", 6, torch.float32),
     ],
 )
 def test_trees_equal_the_definition(sizes: Sizes, nodes: int, kind: str, before: int, dtype: torch.dtype) -> None:
     """Keeps out: a node that sees a node beside its path, a level of the system left out, a decay that overflows, a pending
-    path that is added twice, in part, or from a number that holds no nodes, a key head's keys left by another one.
+    path that is added twice, in part, or from a number that holds no nodes, a key head's keys left by another one, columns
+    beyond a width that is no power of two.
     """
     now = in_the_middle(sizes, nodes, kind != "tree", dtype, seed=nodes, before=before)
     if kind == "deep tree":
@@ -81,8 +86,9 @@ def test_a_broken_node_reaches_those_below_it_alone(broken: str, nodes: int) -> 
         (ALIKE, [1, 37, 70], 2, 32, torch.float16, None, 2),
         (SHARED, [133, 3, 2], 0, 73, torch.float32, ChunkTiles(64, 16, 4, 1), 4),
         (SHARED, [2], 0, 1, torch.float32, None, 32),
+        (UNEVEN, [5, 40], 1, 32, torch.float32, None, 32),
     ],
-    ids=["blocks of 32", "blocks of 64", "two tokens"],
+    ids=["blocks of 32", "blocks of 64", "two tokens", "widths that are padded"],
 )
 def test_parts_equal_the_definition(
     sizes: Sizes, lengths: list[int], kept: int, after: int, dtype: torch.dtype, tiles: ChunkTiles | None, search: int,

@@ -22,10 +22,12 @@ Shapes: as of specdec/ops/recurrent/gated_delta.py; N tokens of a block.
 
 from __future__ import annotations
 
+from math import gcd
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from triton import next_power_of_2
 
 from specdec.ops.launch import chained, shared_memory
 from specdec.ops.recurrent.chunks.prepare_triton import FACTORS, chunk_prepare_kernel
@@ -61,7 +63,7 @@ def chunk_tiles(y_TC: Tensor, key_width: int) -> ChunkTiles:
         return WIDE
     is_hopper = y_TC.is_cuda and torch.cuda.get_device_capability(y_TC.device)[0] == 9
     tiles, limit = HOPPER if is_hopper else ELSEWHERE, shared_memory(y_TC.device)
-    while tiles.stages > 1 and stage_bytes(tiles, key_width) * tiles.stages > limit - RESERVED:
+    while tiles.stages > 1 and stage_bytes(tiles, next_power_of_2(key_width)) * tiles.stages > limit - RESERVED:
         tiles = tiles._replace(stages=tiles.stages - 1)
     return tiles
 
@@ -108,7 +110,7 @@ def launch_prepare(y_TC: Tensor, gates: Gates, layer: RuleStates, steps: ChunkSt
     most_blocks = len(y_TC) // N + 2 * B  # a part ends with a block that is not whole, and so does what is kept of it
     chunk_prepare_kernel[(H, most_blocks)](
         y_TC, *gates.tensors, steps.cu_B1, steps.after_B, *prepared, B, rows, y_TC.stride(0), gates.a_TH.stride(0),
-        gates.b_TH.stride(0), G=G, H=H, K=K, PRECISION=PRECISION, BLOCK_N=N, LOG_N=N.bit_length() - 1, BLOCK_K=min(K, 128),
+        gates.b_TH.stride(0), G=G, H=H, K=K, PRECISION=PRECISION, BLOCK_N=N, LOG_N=N.bit_length() - 1, BLOCK_K=min(K & -K, 128),
         SEARCH=SEARCH, MOST=gates.most, num_warps=tiles.prepare_warps, **chained(y_TC.device),
     )  # fmt: skip
     return prepared
@@ -118,9 +120,10 @@ def launch_scan(
     y_TC: Tensor, prepared: Prepared, layer: RuleStates, steps: ChunkSteps, tiles: ChunkTiles, out_THV: Tensor
 ) -> None:
     """The states and outputs, which out_THV takes."""
-    (_, H, K, V), G, block_v = layer.state_PHKV.shape, layer.k_LNGK.shape[2], min(layer.state_PHKV.shape[3], tiles.block_v)
+    (_, H, K, V), G, block_v = layer.state_PHKV.shape, layer.k_LNGK.shape[2], gcd(layer.state_PHKV.shape[3], tiles.block_v)
     chunk_scan_kernel[(H * (V // block_v), len(steps.read_B))](
         y_TC, *prepared, layer.state_PHKV, steps.cu_B1, steps.read_B, steps.write_B, steps.keep_B, steps.after_B, out_THV,
         prepared.factors_HTF.shape[1], y_TC.stride(0), layer.state_PHKV.stride(0), G=G, H=H, K=K, V=V, PRECISION=PRECISION,
-        BLOCK_N=tiles.tokens, BLOCK_V=block_v, STAGES=tiles.stages, num_warps=tiles.warps, **chained(y_TC.device),
+        BLOCK_N=tiles.tokens, BLOCK_V=block_v, STAGES=tiles.stages,
+        PADDED_K=next_power_of_2(K), num_warps=tiles.warps, **chained(y_TC.device),
     )  # fmt: skip

@@ -24,10 +24,10 @@ def chunk_scan_kernel(
     out,  # [T, H, V]
     T, stride_y, stride_state,
     G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr, PADDED_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     part, h, block = tl.program_id(1), tl.program_id(0) // (V // BLOCK_V), tl.program_id(0) % (V // BLOCK_V)
-    g, n, v, width = h // (H // G), tl.arange(0, BLOCK_N), block * BLOCK_V + tl.arange(0, BLOCK_V), tl.arange(0, K)
+    g, n, v, width = h // (H // G), tl.arange(0, BLOCK_N), block * BLOCK_V + tl.arange(0, BLOCK_V), tl.arange(0, PADDED_K)
     by_key_NK, by_value_NM = n[:, None] * stride_y + width[None, :], n[:, None] * stride_y + v[None, :]
     by_token_NN, by_out_NM = n[:, None] * BLOCK_N + n[None, :], n[:, None] * H * V + v[None, :]
     if PDL:
@@ -36,7 +36,8 @@ def chunk_scan_kernel(
     begin, kept_at = tl.load(cu + part).to(tl.int64), tl.load(after + part)
     tokens = tl.load(cu + part + 1) - begin.to(tl.int32)
     to_state_MK = state + h * K * V + width[None, :] * V + v[:, None]
-    state_MK = tl.load(to_state_MK + tl.load(read + part) * stride_state)
+    ok_1K = width[None, :] < K if PADDED_K > K else width[None, :] >= 0  # zeros of columns that are not there
+    state_MK = tl.load(to_state_MK + tl.load(read + part) * stride_state, mask=ok_1K, other=0.0)
     by_token_N4, T = n[:, None] * 4 + tl.arange(0, 4)[None, :], T.to(tl.int64)
     own = h * T
     is_short: tl.constexpr = y.dtype.element_ty == tl.bfloat16
@@ -45,8 +46,8 @@ def chunk_scan_kernel(
         for first in tl.range(turn * kept_at, end, BLOCK_N, num_stages=STAGES):
             at, ok_N = begin + first, n < end - first
             from_y = y + at * stride_y
-            k_NK = tl.load(from_y + (G + g) * K + by_key_NK, mask=ok_N[:, None], other=0.0)
-            q_NK = tl.load(from_y + g * K + by_key_NK, mask=ok_N[:, None], other=0.0)
+            k_NK = tl.load(from_y + (G + g) * K + by_key_NK, mask=ok_N[:, None] & ok_1K, other=0.0)
+            q_NK = tl.load(from_y + g * K + by_key_NK, mask=ok_N[:, None] & ok_1K, other=0.0)
             v_NM = tl.load(from_y + 2 * G * K + h * V + by_value_NM, mask=ok_N[:, None], other=0.0)
             solved_NN = tl.load(solved + (own + at) * BLOCK_N + by_token_NN, mask=ok_N[:, None], other=0.0)
             reads_NN = tl.load(reads + (own + at) * BLOCK_N + by_token_NN, mask=ok_N[:, None], other=0.0)
@@ -77,7 +78,7 @@ def chunk_scan_kernel(
             tl.store(to_out, tl.trans(out_MN).to(out.dtype.element_ty), mask=ok_N[:, None])
         number = tl.load(tl.where(turn == 0, keep, write) + part)
         if (turn == 1) | (kept_at > 0):
-            tl.store(to_state_MK + number * stride_state, state_MK)
+            tl.store(to_state_MK + number * stride_state, state_MK, mask=ok_1K)
 
 
 @triton.jit

@@ -23,6 +23,9 @@ from specdec.ops.recurrent.shared_triton import PRECISION
 from specdec.ops.recurrent.states import RuleStates, TreeSteps, lie_whole
 from specdec.ops.recurrent.trees.hopper_tiles import takes
 
+# Nodes: an inverse of more by powers takes 256 KiB of shared memory, and by halves 128.
+MOST_BY_POWERS = 64
+
 
 class KimiTiles(NamedTuple):
     """A program's columns of values, the rows of the state that it multiplies at once, its warps; warps of nodes_triton.py.
@@ -108,7 +111,7 @@ def launch_kimi_trees(
     solved = torch.empty(B, H, 2 * P * P + 2 * P, dtype=torch.float32, device=y_TC.device)
     kimi_nodes_kernel[(H, B)](
         *inputs, layer.k_LNGK, layer.decay_LNH, steps.write_B, steps.parents_BN, solved, *strides, of_memory[1], of_memory[3],
-        DEPTH=depth, CHAIN=steps.is_chain, HALVINGS=M.bit_length() - 1 if depth > 7 else 0,
+        DEPTH=depth, CHAIN=steps.is_chain, HALVINGS=M.bit_length() - 1 if depth > 7 or M > MOST_BY_POWERS else 0,
         M=M, BLOCK_K=min(K, tiles.node_k), num_warps=tiles.node_warps, **sizes, **here,
     )  # fmt: skip
     kimi_rule_kernel[(H * (V // block_v), B)](

@@ -13,58 +13,74 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 from specdec.ops.hopper import barrier
 from specdec.ops.recurrent.chunks.prepare_triton import halves
+from specdec.ops.recurrent.trees.state_hopper import end_of_path, one_of
+
+
+@gluon.jit
+def read_kimi_path(
+    k_left, u_left, decay_left, path, nodes, accepted, E: gl.constexpr, H: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
+    GROUP: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """(log-decays at the path's end [K]; of its first GROUP nodes: see `_read_path`).  The pointers: as of `with_kimi_path`."""
+    rows: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [num_warps, 1], [1, 0])
+    k_K, end = gl.arange(0, K, gl.SliceLayout(0, rows)), end_of_path(path, nodes, accepted, E, GROUP)
+    last_K = gl.load(decay_left + end * (H * K) + k_K, mask=(k_K >= 0) & (accepted > 0), other=0.0, cache_modifier=".cg")
+    node_E = one_of(nodes, gl.arange(0, GROUP, gl.SliceLayout(1, rows)))
+    return last_K, _read_path(k_left, u_left, decay_left, node_E, accepted, H, K, V, GROUP, 16 * num_warps, rows)
+
+
+@gluon.jit
+def store_kimi_path(left, GROUP: gl.constexpr, K: gl.constexpr, num_warps: gl.constexpr):
+    """What `read_kimi_path` gave, in shared memory, until `with_kimi_path` needs it: (faded keys, u, how far channels fade)."""
+    last_K, nodes = left
+    smem = gl.allocate_shared_memory(gl.float32, [GROUP, K], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    u_smem = gl.allocate_shared_memory(gl.float32, [GROUP, 16 * num_warps], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    fading_smem = gl.allocate_shared_memory(gl.float32, [K], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    fading_smem.store(gl.exp(last_K))
+    smem.store(_faded_keys(nodes, last_K))
+    u_smem.store(nodes[0])
+    return smem, u_smem, fading_smem
 
 
 @gluon.jit
 def with_kimi_path(
-    raw_SKV, k_left, u_left, decay_left, path, accepted, E: gl.constexpr, H: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
-    GROUP: gl.constexpr, layout: gl.constexpr, num_warps: gl.constexpr,
+    raw_SKV, stored, last_K, k_left, u_left, decay_left, path, accepted, E: gl.constexpr, H: gl.constexpr, K: gl.constexpr,
+    V: gl.constexpr, GROUP: gl.constexpr, layout: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """The state with what the pending path adds.  The pointers: at their number, head and first column.
+    """The state with what the pending path adds.  stored: by `store_kimi_path`, since which all threads have met.
 
-    All loads for the first GROUP nodes are on their way before the state is needed.
+    The pointers: at their number, head and first column.
     """
     rows: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [num_warps, 1], [1, 0])
-    smem = gl.allocate_shared_memory(gl.float32, [GROUP, K], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    fading_smem = gl.allocate_shared_memory(gl.float32, [K], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    k_K = gl.arange(0, K, gl.SliceLayout(0, rows))
-    end = gl.load(path + accepted - 1, mask=accepted > 0, other=0, cache_modifier=".cg")
-    last_K = gl.load(decay_left + end * (H * K) + k_K, mask=(k_K >= 0) & (accepted > 0), other=0.0, cache_modifier=".cg")
-    left = _read_path(k_left, u_left, decay_left, path, 0, accepted, H, K, V, GROUP, 16 * num_warps, rows)
-    fading_smem.store(gl.exp(last_K))
-    smem.store(_faded_keys(left, last_K))
-    u_smem = gl.allocate_shared_memory(gl.float32, [GROUP, 16 * num_warps], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    u_smem.store(left[0])
-    barrier()
+    smem, u_smem, fading_smem = stored
     fading = fading_smem._reinterpret(gl.float32, [K // 16, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     state_SKV = raw_SKV * fading.load(gl.SliceLayout(2, layout))[:, :, None]
     state_SKV = _add_path(state_SKV, smem, u_smem, gl.minimum(accepted, GROUP), K, GROUP, 16 * num_warps, layout)
     if E > GROUP:
         for first in range(GROUP, accepted, GROUP):
-            left = _read_path(k_left, u_left, decay_left, path, first, accepted, H, K, V, GROUP, 16 * num_warps, rows)
+            more, e_E = accepted - first, gl.arange(0, GROUP, gl.SliceLayout(1, rows))
+            node_E = gl.load(path + first + e_E, mask=e_E < more, other=0, cache_modifier=".cg")
+            left = _read_path(k_left, u_left, decay_left, node_E, more, H, K, V, GROUP, 16 * num_warps, rows)
             barrier()
             smem.store(_faded_keys(left, last_K))
             u_smem.store(left[0])
             barrier()
-            more = gl.minimum(accepted - first, GROUP)
-            state_SKV = _add_path(state_SKV, smem, u_smem, more, K, GROUP, 16 * num_warps, layout)
+            state_SKV = _add_path(state_SKV, smem, u_smem, gl.minimum(more, GROUP), K, GROUP, 16 * num_warps, layout)
     return state_SKV
 
 
 @gluon.jit
 def _read_path(
-    k_left, u_left, decay_left, path, first, accepted, H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, GROUP: gl.constexpr,
+    k_left, u_left, decay_left, node_E, accepted, H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, GROUP: gl.constexpr,
     BLOCK_V: gl.constexpr, rows: gl.constexpr,
 ):  # fmt: skip
-    """(u [GROUP, V], keys and log-decays [GROUP, K]) of GROUP accepted nodes from number `first` on.
+    """(u [GROUP, V], keys and log-decays [GROUP, K]) of these nodes.
 
-    Zeros, and infinite decays, where none is accepted.
+    Zeros, and infinite decays, of those that were not accepted.
     """
     e_E, k_K = gl.arange(0, GROUP, gl.SliceLayout(1, rows)), gl.arange(0, K, gl.SliceLayout(0, rows))
     v_V = gl.arange(0, BLOCK_V, gl.SliceLayout(0, rows))
-    ok_E = first + e_E < accepted
-    node_E = gl.load(path + first + e_E, mask=ok_E, other=0, cache_modifier=".cg")
-    at_EK, ok_E1 = (node_E * (H * K))[:, None] + k_K[None, :], ok_E[:, None]
+    at_EK, ok_E1 = (node_E * (H * K))[:, None] + k_K[None, :], (e_E < accepted)[:, None]
     key_EK = gl.load(k_left + at_EK, mask=ok_E1, other=0.0, cache_modifier=".cg")
     decay_EK = gl.load(decay_left + at_EK, mask=ok_E1, other=float("inf"), cache_modifier=".cg")
     from_u_EV = u_left + (node_E * (H * V))[:, None] + v_V[None, :]

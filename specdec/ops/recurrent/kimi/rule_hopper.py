@@ -36,12 +36,18 @@ from specdec.ops.recurrent.kimi.nodes_hopper import (
     walked,
     walks_layout,
 )
-from specdec.ops.recurrent.kimi.path_hopper import cut_in_halves, multiplied_halves, with_kimi_path
+from specdec.ops.recurrent.kimi.path_hopper import (
+    cut_in_halves,
+    multiplied_halves,
+    read_kimi_path,
+    store_kimi_path,
+    with_kimi_path,
+)
 from specdec.ops.recurrent.kimi_delta import KimiGates
 from specdec.ops.recurrent.shared_triton import EPS, log_decays, strengths
 from specdec.ops.recurrent.states import RuleStates, TreeSteps
-from specdec.ops.recurrent.trees.nodes_hopper import ancestors, coefficients, nodes_layout, squares
-from specdec.ops.recurrent.trees.state_hopper import state_pointers, states_layout
+from specdec.ops.recurrent.trees.nodes_hopper import ancestors, coefficients, nodes_above, nodes_layout, squares
+from specdec.ops.recurrent.trees.state_hopper import path_nodes, state_pointers, states_layout
 
 GROUP, LEVELS = 4, 8  # accepted nodes of the pending path that are read at once; ancestors that are looked at at once
 
@@ -67,15 +73,20 @@ def kimi_rule_hopper_kernel(
     states: gl.constexpr = states_layout(num_warps)
     of_state: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, 2 * P, 16])
     number, accepted = gl.load(read + row, cache_modifier=".cg"), gl.load(count + row, cache_modifier=".cg")
+    path, above_P = path + row * E, nodes_above(parents + row * N, N, CHAIN, P, num_warps)
+    accepted_nodes = path_nodes(path, E, GROUP)
     to_state_SKV = state_pointers(state + h * K * V + first_v, K, V, states)
     from_state_SKV, from_k = to_state_SKV + number * stride_state, k_left + number * stride_k + h * K
     from_u, from_decay = u_left + number * stride_u + h * V + first_v, decay_left + number * stride_decay + h * K
+    left = read_kimi_path(from_k, from_u, from_decay, path, accepted_nodes, accepted, E, H, K, V, GROUP, num_warps)
     if not LATE:
         raw_SKV = gl.load(from_state_SKV, cache_modifier=".cg")
+        stored = store_kimi_path(left, GROUP, K, num_warps)
+        barrier()
         state_SKV = with_kimi_path(
-            raw_SKV, from_k, from_u, from_decay, path + row * E, accepted, E, H, K, V, GROUP, states, num_warps
+            raw_SKV, stored, left[0], from_k, from_u, from_decay, path, accepted, E, H, K, V, GROUP, states, num_warps
         )  # fmt: skip
-    bits_P, above = ancestors(parents + row * N, N, STEPS, CHAIN, P, num_warps)
+    bits_P, above = ancestors(above_P, STEPS, P, num_warps)
     depth_P = along_paths(bits_P.to(gl.int32) * 0 + 1, above)
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [num_warps, 1], [1, 0])
     walks: gl.constexpr = walks_layout(P, num_warps)
@@ -94,7 +105,9 @@ def kimi_rule_hopper_kernel(
     values: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_V, BLOCK_V // 8], [num_warps, 1], [1, 0])
     v_PV = load_channels(y + 2 * H * K + h * V + first_v, stride_y, N, BLOCK_V, P, values)
     to_state_SKV += number * stride_state
-    if not LATE:
+    if LATE:
+        stored = store_kimi_path(left, GROUP, K, num_warps)
+    else:
         gl.store(to_state_SKV, state_SKV)
         parts = cut_in_halves(state_SKV, of_state, num_warps)
 
@@ -157,7 +170,7 @@ def kimi_rule_hopper_kernel(
     if LATE:
         raw_SKV = gl.load(from_state_SKV, cache_modifier=".cg")
         state_SKV = with_kimi_path(
-            raw_SKV, from_k, from_u, from_decay, path + row * E, accepted, E, H, K, V, GROUP, states, num_warps
+            raw_SKV, stored, left[0], from_k, from_u, from_decay, path, accepted, E, H, K, V, GROUP, states, num_warps
         )  # fmt: skip
         gl.store(to_state_SKV, state_SKV)
         parts = cut_in_halves(state_SKV, of_state, num_warps)
@@ -183,6 +196,5 @@ def launch_kimi_trees_hopper(
         y_TC.stride(0), gates.a_TC.stride(0), gates.b_TH.stride(0), *(each.stride(0) for each in memory), N=N, E=E, H=H, K=K,
         V=V, STEPS=steps.max_depth.bit_length(), DEPTH=steps.max_depth, CHAIN=steps.is_chain,
         P=max(16, triton.next_power_of_2(N)), GROUP=min(GROUP, triton.next_power_of_2(E)), LEVELS=LEVELS,
-        LATE=tiles.late,
-        num_warps=tiles.warps, **limit, **chained(y_TC.device),
+        LATE=tiles.late, num_warps=tiles.warps, **limit, **chained(y_TC.device),
     )  # fmt: skip

@@ -46,13 +46,17 @@ from specdec.ops.recurrent.mamba.ssd_hopper_tiles import SsdHopperTiles
 from specdec.ops.recurrent.shared_triton import softplus
 from specdec.ops.recurrent.ssd import SsdGates
 from specdec.ops.recurrent.states import RuleStates, TreeSteps
-from specdec.ops.recurrent.trees.nodes_hopper import ancestors, nodes_layout, store_keys
+from specdec.ops.recurrent.trees.nodes_hopper import ancestors, nodes_above, nodes_layout, store_keys
 from specdec.ops.recurrent.trees.state_hopper import (
     as_operand,
-    halves,
+    high_bits,
+    path_nodes,
+    pieces_of,
     places,
+    rows_layout,
     state_pointers,
     states_layout,
+    store_operand,
     with_path,
 )
 
@@ -72,14 +76,14 @@ def ssd_tree_hopper_kernel(
     out,  # [B * N, H, V]
     stride_y, stride_dt, stride_state, stride_k, stride_u, stride_decay,
     N: gl.constexpr, E: gl.constexpr, G: gl.constexpr, H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, STEPS: gl.constexpr,
-    CHAIN: gl.constexpr, P: gl.constexpr, GROUP: gl.constexpr, SLICES: gl.constexpr, AT_ONCE: gl.constexpr, PDL: gl.constexpr,
-    num_warps: gl.constexpr,
+    CHAIN: gl.constexpr, P: gl.constexpr, GROUP: gl.constexpr, SLICES: gl.constexpr, AT_ONCE: gl.constexpr,
+    SHARED: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     BLOCK_V: gl.constexpr = 16 * num_warps
     BLOCKS: gl.constexpr = V // BLOCK_V
     row, h, first_v = gl.program_id(1).to(gl.int64), gl.program_id(0) // BLOCKS, gl.program_id(0) % BLOCKS * BLOCK_V
     g, own_v, own_y, own_dt = h // (H // G), h * V + first_v, y + row * N * stride_y, dt + row * N * stride_dt + h
-    states: gl.constexpr = states_layout(num_warps)
+    states: gl.constexpr = rows_layout(num_warps) if SHARED else states_layout(num_warps)
     values: gl.constexpr = states_layout(num_warps, P)
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [num_warps, 1], [1, 0])
     nodes: gl.constexpr = nodes_layout(P, num_warps)
@@ -88,6 +92,8 @@ def ssd_tree_hopper_kernel(
     q_smem = gl.allocate_shared_memory(gl.bfloat16, [64, K], gl.NVMMASharedLayout(128, 16, 2))
     k_smem = gl.allocate_shared_memory(gl.bfloat16, [P, K], gl.NVMMASharedLayout(128, 16, 2))
     number, accepted = gl.load(read + row, cache_modifier=".cg"), gl.load(count + row, cache_modifier=".cg")
+    path, above_P = path + row * E, nodes_above(parents + row * N, N, CHAIN, P, num_warps)
+    accepted_nodes = path_nodes(path, E, GROUP)
     rate, bias, skip = gl.load(A_log + h).to(gl.float32), gl.load(dt_bias + h).to(gl.float32), gl.load(D + h).to(gl.float32)
     to_state_SKV = state_pointers(state + h * K * V + first_v, K, V, states)
     state_SKV = gl.load(to_state_SKV + number * stride_state, cache_modifier=".cg")
@@ -97,24 +103,33 @@ def ssd_tree_hopper_kernel(
         if PDL:
             gdc_wait()
             gdc_launch_dependents()
+        number = gl.load(write + row)
         inputs = _read_nodes(
             own_y, own_dt, stride_y, stride_dt, g, own_v, q_smem, k_smem, N, G, K, P, rows, values, nodes
         )  # fmt: skip
     state_SKV = with_path(
-        state_SKV, from_k, from_u, from_decay, path + row * E, accepted, E, G, H, K, V, GROUP, states, num_warps
+        state_SKV, from_k, from_u, from_decay, path, accepted_nodes, accepted, E, G, H, K, V, GROUP, states, num_warps
     )
-    bits_P, above = ancestors(parents + row * N, N, STEPS, CHAIN, P, num_warps)
-    if SLICES == 0:
+    bits_P, above = ancestors(above_P, STEPS, P, num_warps)
+    if SHARED:
+        tiled: gl.constexpr = gl.NVMMASharedLayout(min(128, 2 * BLOCK_V), 16, 2)
+        high_smem = gl.allocate_shared_memory(gl.bfloat16, [K, BLOCK_V], tiled)
+        low_smem = gl.allocate_shared_memory(gl.bfloat16, [K, BLOCK_V], tiled)
+        high_SKV = high_bits(state_SKV)
+        store_operand(high_SKV, high_smem, num_warps)
+        store_operand(state_SKV - high_SKV, low_smem, num_warps)
+        parts = high_smem.permute((1, 0)), low_smem.permute((1, 0))
+    elif SLICES == 0:
         parts = two_parts(state_SKV, of_state, num_warps)
     if not AT_ONCE:
         if PDL:
             gdc_wait()
             gdc_launch_dependents()
+        number = gl.load(write + row)
         inputs = _read_nodes(
             own_y, own_dt, stride_y, stride_dt, g, own_v, q_smem, k_smem, N, G, K, P, rows, values, nodes
         )  # fmt: skip
     x_SPV, dt_P = inputs
-    number = gl.load(write + row)
     gl.store(to_state_SKV + number * stride_state, state_SKV)
     async_copy.wait_group(0)
     fence_async_shared()
@@ -122,13 +137,11 @@ def ssd_tree_hopper_kernel(
     q_KP, keys_KP = q_smem.slice(0, P, 0).permute((1, 0)), k_smem.permute((1, 0))
     similar_RP = warpgroup_mma(q_smem, keys_KP, gl.zeros([64, P], gl.float32, between), use_acc=False, is_async=True)
     products_VP = gl.zeros([BLOCK_V, P], gl.float32, of_state)
-    if SLICES == 2:
-        first_SKV, second_SKV = halves(state_SKV)
-        parts = two_parts(first_SKV, of_state, num_warps)
-        products_VP = multiplied(parts, q_KP.slice(0, K // 2), products_VP, True)
+    if SLICES > 0:
+        pieces = pieces_of(state_SKV, SLICES)
+        parts = two_parts(pieces[0], of_state, num_warps)
+        products_VP = multiplied(parts, q_KP.slice(0, K // SLICES), products_VP, True)
     else:
-        if SLICES == 1:
-            parts = two_parts(state_SKV, of_state, num_warps)
         products_VP = multiplied(parts, q_KP, products_VP, True)
 
     # While the tensor cores work.
@@ -162,9 +175,9 @@ def ssd_tree_hopper_kernel(
     fence_async_shared()
     barrier()
     products_VP, _, _, _ = warpgroup_mma_wait(0, deps=(products_VP, parts[0], parts[1], q_smem))
-    if SLICES == 2:
-        parts = two_parts(second_SKV, of_state, num_warps)
-        products_VP = multiplied(parts, q_KP.slice(K // 2, K // 2), products_VP, False)
+    for piece in gl.static_range(1, SLICES):
+        parts = two_parts(pieces[piece], of_state, num_warps)
+        products_VP = multiplied(parts, q_KP.slice(piece * (K // SLICES), K // SLICES), products_VP, False)
         products_VP, _, _, _ = warpgroup_mma_wait(0, deps=(products_VP, parts[0], parts[1], q_smem))
     products_VP *= facts[2].load(gl.SliceLayout(0, of_state))[None, :]
     products_VP = warpgroup_mma(x_VP, first_smem.slice(0, P, 0).permute((1, 0)), products_VP, is_async=True)
@@ -213,6 +226,6 @@ def launch_ssd_tree_hopper(
         y_TC, *gates, *memory, steps.read_B, steps.write_B, steps.count_B, steps.path_BE, steps.parents_BN, out_THV,
         y_TC.stride(0), gates.dt_TH.stride(0), *(each.stride(0) for each in memory), N=N, E=E, G=G, H=H, K=K, V=V,
         STEPS=steps.max_depth.bit_length(), CHAIN=steps.is_chain, P=max(16, triton.next_power_of_2(N)),
-        GROUP=min(GROUP, triton.next_power_of_2(E)), SLICES=tiles.slices, AT_ONCE=tiles.at_once, num_warps=WARPS, **limit,
-        **chained(y_TC.device),
+        GROUP=min(GROUP, triton.next_power_of_2(E)), SLICES=tiles.slices, AT_ONCE=tiles.at_once, SHARED=tiles.shared,
+        num_warps=WARPS, **limit, **chained(y_TC.device),
     )  # fmt: skip

@@ -27,15 +27,22 @@ def _power_of_two(least):
 
 
 @gluon.jit
-def ancestors(parents, N: gl.constexpr, STEPS: gl.constexpr, CHAIN: gl.constexpr, P: gl.constexpr, num_warps: gl.constexpr):
-    """(which nodes are i or above i, as bits [P]; the nodes 1, 2, 4, ... above i, or -1, [P] each)."""
-    layout: gl.constexpr = nodes_layout(P, num_warps)
-    n_P = gl.arange(0, P, layout)
+def nodes_above(parents, N: gl.constexpr, CHAIN: gl.constexpr, P: gl.constexpr, num_warps: gl.constexpr):
+    """[P]: parents, or -1."""
+    n_P = gl.arange(0, P, nodes_layout(P, num_warps))
     if CHAIN:
         above_P = n_P - 1
     else:
         above_P = gl.load(parents + n_P, mask=n_P < N, other=-1, cache_modifier=".cg").to(gl.int32)
         above_P = gl.where(n_P == 0, -1, above_P)
+    return above_P
+
+
+@gluon.jit
+def ancestors(above_P, STEPS: gl.constexpr, P: gl.constexpr, num_warps: gl.constexpr):
+    """(which nodes are i or above i, as bits [P]; the nodes 1, 2, 4, ... above i, or -1, [P] each).  above_P: `nodes_above`."""
+    layout: gl.constexpr = nodes_layout(P, num_warps)
+    n_P = gl.arange(0, P, layout)
     word: gl.constexpr = gl.int64 if P == 64 else gl.int32
     bits_P = gl.full([P], 1, word, layout) << n_P.to(word)
     above = ()

@@ -29,19 +29,23 @@ def tree_nodes_kernel(
     stride_y, stride_a, stride_b, stride_k, stride_decay,
     N: tl.constexpr, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, DEPTH: tl.constexpr, CHAIN: tl.constexpr,
     HALVINGS: tl.constexpr, PRECISION: tl.constexpr, M: tl.constexpr, P: tl.constexpr, MOST: tl.constexpr,
-    PDL: tl.constexpr,
+    BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row, h = tl.program_id(1).to(tl.int64), tl.program_id(0)
-    g, m, k = h // (H // G), tl.arange(0, M), tl.arange(0, K)
+    g, m, k = h // (H // G), tl.arange(0, M), tl.arange(0, BLOCK_K)
     mask_MM = ancestors(parents + row * N, N, DEPTH, CHAIN, M)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     number, at_M, ok_M = tl.load(write + row), row * N + m, m < N
     from_q_MK = y + g * K + at_M[:, None] * stride_y + k[None, :]
-    q_MK = tl.load(from_q_MK, mask=ok_M[:, None], other=0.0)
-    k_MK = tl.load(from_q_MK + G * K, mask=ok_M[:, None], other=0.0)
-    q_squares, k_squares = squares(q_MK), squares(k_MK)
+    queries, keys = (), ()
+    for step in tl.static_range(K // BLOCK_K):
+        queries = queries + (tl.load(from_q_MK + step * BLOCK_K, mask=ok_M[:, None], other=0.0),)  # type: ignore[assignment]
+        keys = keys + (tl.load(from_q_MK + G * K + step * BLOCK_K, mask=ok_M[:, None], other=0.0),)  # type: ignore[assignment]
+    q_squares, k_squares = squares(queries[0]), squares(keys[0])
+    for step in tl.static_range(1, K // BLOCK_K):
+        q_squares, k_squares = q_squares + squares(queries[step]), k_squares + squares(keys[step])
     decay_M = log_decays(tl.load(a + at_M * stride_a + h, mask=ok_M, other=0.0), tl.load(A_log + h), tl.load(dt_bias + h))
     beta_M = strengths(tl.load(b + at_M * stride_b + h, mask=ok_M, other=0.0), MOST)
     # Numbers of a node that are not finite may reach those below it alone: `gated_delta.without_broken`.
@@ -51,11 +55,15 @@ def tree_nodes_kernel(
     summed_M = tl.sum(tl.where(mask_MM, decay_M[None, :], 0.0), 1)
     if tl.program_id(0) % (H // G) == 0:
         to_k_MK = k_left + number * stride_k + (m * G + g)[:, None] * K + k[None, :]
-        tl.store(to_k_MK, k_MK.to(tl.float32) * k_length[:, None], mask=ok_M[:, None])
+        for step in tl.static_range(K // BLOCK_K):
+            tl.store(to_k_MK + step * BLOCK_K, keys[step].to(tl.float32) * k_length[:, None], mask=ok_M[:, None])
     tl.store(decay_left + number * stride_decay + m * H + h, summed_M, mask=ok_M)
-    sound_MM, none_MM = sound_M[:, None] & sound_M[None, :], tl.zeros([M, M], tl.float32)
-    qk_MM = alike(q_MK, k_MK, none_MM, PRECISION) * q_length[:, None] * k_length[None, :]
-    kk_MM = alike(k_MK, k_MK, none_MM, PRECISION) * k_length[:, None] * k_length[None, :]
+    sound_MM, qk_MM = sound_M[:, None] & sound_M[None, :], tl.zeros([M, M], tl.float32)
+    kk_MM = qk_MM
+    for step in tl.static_range(K // BLOCK_K):
+        qk_MM, kk_MM = alike(queries[step], keys[step], qk_MM, PRECISION), alike(keys[step], keys[step], kk_MM, PRECISION)
+    qk_MM = qk_MM * q_length[:, None] * k_length[None, :]
+    kk_MM = kk_MM * k_length[:, None] * k_length[None, :]
     qk_MM, kk_MM = tl.where(sound_MM, qk_MM, 0.0), tl.where(sound_MM, kk_MM, 0.0)
     # Of nodes on different branches the difference may be large: it never meets exp.
     fade_MM = tl.exp(tl.where(mask_MM, summed_M[:, None] - summed_M[None, :], float("-inf")))

@@ -36,6 +36,7 @@ from specdec.ops.recurrent.trees.nodes_hopper import (
     coefficients,
     facts,
     load_keys_and_queries,
+    nodes_above,
     nodes_layout,
     squares,
     store_keys,
@@ -45,6 +46,7 @@ from specdec.ops.recurrent.trees.state_hopper import (
     cut,
     halves,
     multiplied,
+    path_nodes,
     state_pointers,
     states_layout,
     with_path,
@@ -77,16 +79,17 @@ def tree_rule_hopper_kernel(
     states: gl.constexpr = states_layout(num_warps)
     of_state: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, 2 * P, 16])
     number, accepted = gl.load(read + row, cache_modifier=".cg"), gl.load(count + row, cache_modifier=".cg")
+    path, above_P = path + row * E, nodes_above(parents + row * N, N, CHAIN, P, num_warps)
+    accepted_nodes, rate, bias = path_nodes(path, E, GROUP), gl.load(A_log + h), gl.load(dt_bias + h)
     to_state_SKV = state_pointers(state + h * K * V + first_v, K, V, states)
     raw_SKV = gl.load(to_state_SKV + number * stride_state, cache_modifier=".cg")
     state_SKV = with_path(
         raw_SKV, k_left + number * stride_k + g * K, u_left + number * stride_u + h * V + first_v,
-        decay_left + number * stride_decay + h, path + row * E, accepted, E, G, H, K, V, GROUP, states, num_warps,
+        decay_left + number * stride_decay + h, path, accepted_nodes, accepted, E, G, H, K, V, GROUP, states, num_warps,
     )  # fmt: skip
-    bits_P, above = ancestors(parents + row * N, N, STEPS, CHAIN, P, num_warps)
+    bits_P, above = ancestors(above_P, STEPS, P, num_warps)
     if SLICES == 0:
         parts = cut(state_SKV, of_state, num_warps)
-    rate, bias = gl.load(A_log + h), gl.load(dt_bias + h)
 
     if PDL:
         gdc_wait()
@@ -171,6 +174,5 @@ def launch_tree_rule_hopper(
         y_TC.stride(0), gates.a_TH.stride(0), gates.b_TH.stride(0), *(each.stride(0) for each in memory), N=N, E=E, G=G, H=H,
         K=K, V=V, STEPS=steps.max_depth.bit_length(), CHAIN=steps.is_chain, P=max(16, triton.next_power_of_2(N)),
         GROUP=min(GROUP, triton.next_power_of_2(E)), SLICES=tiles.slices, TURNS=tiles.turns, MOST=gates.most,
-        num_warps=tiles.warps, **limit,
-        **chained(y_TC.device),
+        num_warps=tiles.warps, **limit, **chained(y_TC.device),
     )  # fmt: skip

@@ -10,6 +10,7 @@ Shapes: as of gated_delta.py; P: rows and columns of the nodes' matrices, N or m
 
 from __future__ import annotations
 
+from math import gcd
 from typing import NamedTuple
 
 import torch
@@ -31,8 +32,6 @@ class RuleTiles(NamedTuple):
     """A program's columns of values, the rows of the state that it multiplies at once, its warps; warps of nodes_triton.py.
 
     group: accepted nodes of the pending path that are read at once.
-    ahead: whether all that nodes give is loaded before the state is stored.  A program then waits for memory once less, and an
-        SM has registers for fewer programs.
     """
 
     block_v: int
@@ -40,7 +39,6 @@ class RuleTiles(NamedTuple):
     warps: int = 4
     node_warps: int = 4
     group: int = 2
-    ahead: bool = False
 
 
 def tree_tiles(sequences: int, nodes: int, value_heads: int) -> RuleTiles:
@@ -49,11 +47,11 @@ def tree_tiles(sequences: int, nodes: int, value_heads: int) -> RuleTiles:
     if nodes == 1:
         return RuleTiles(64, warps=2)
     if nodes <= 8:
-        return RuleTiles(16, 64, 1, 1, 3, True) if crowded else RuleTiles(64, 64, 4, 2, 3)
+        return RuleTiles(16, 64, 1, 1, 3) if crowded else RuleTiles(64, 64, 4, 2, 3)
     if nodes <= 16:
         return RuleTiles(32, 32, 2, 2)
     if nodes <= 32:
-        return RuleTiles(32, 128, 4, 2) if crowded else RuleTiles(32, 128, 4, 4, 3, True)
+        return RuleTiles(32, 128, 4, 2) if crowded else RuleTiles(32, 128, 4, 4, 3)
     return RuleTiles(32, 32, 8, 8)
 
 
@@ -69,7 +67,7 @@ def tree_rule_kernel(
     stride_y, stride_state, stride_k, stride_u, stride_decay,
     N: tl.constexpr, E: tl.constexpr, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     PRECISION: tl.constexpr, P: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-    AHEAD: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     row, h, block = tl.program_id(1).to(tl.int64), tl.program_id(0) // (V // BLOCK_V), tl.program_id(0) % (V // BLOCK_V)
     g, v = h // (H // G), block * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -92,11 +90,6 @@ def tree_rule_kernel(
     from_v_NV, ok_N1 = y + 2 * G * K + h * V + n[:, None] * stride_y + v[None, :], (n < N)[:, None]
     v_NV, f_N = tl.load(from_v_NV, mask=ok_N1, other=0.0), tl.load(own + 2 * P * P + n)
     r_N = tl.load(own + 2 * P * P + P + n)
-    blocks = ()
-    for step in tl.static_range(K // BLOCK_K if AHEAD else 0):
-        blocks = blocks + (tl.load(from_IK + step * BLOCK_K, mask=ok_I1, other=0.0),)  # type: ignore[assignment]
-    if AHEAD:
-        solved_IJ = nodes_matrices(own, P)
     tiles = add_path(faded(raw, last, K // BLOCK_K), decays, added, keys, last, K // BLOCK_K, GROUP)
     if E > GROUP:
         tiles = add_rest(tiles, from_k, from_u_V, from_decay, path, accepted, G, H, K, V, GROUP, BLOCK_K)
@@ -104,11 +97,9 @@ def tree_rule_kernel(
         tl.store(to_state_KV + number * stride_state + step * BLOCK_K * V, tiles[step])
     products_IV = tl.zeros([2 * P, BLOCK_V], tl.float32)
     for step in tl.static_range(K // BLOCK_K):
-        block_IK = blocks[step] if AHEAD else tl.load(from_IK + step * BLOCK_K, mask=ok_I1, other=0.0)
+        block_IK = tl.load(from_IK + step * BLOCK_K, mask=ok_I1, other=0.0)
         products_IV = multiplied(block_IK, tiles[step], products_IV, PRECISION)
-    if not AHEAD:
-        solved_IJ = nodes_matrices(own, P)
-    out_NV, u_NV = _solved(solved_IJ, products_IV, v_NV.to(tl.float32), f_N, r_N, P, PRECISION)
+    out_NV, u_NV = _solved(nodes_matrices(own, P), products_IV, v_NV.to(tl.float32), f_N, r_N, P, PRECISION)
     to_NV = (n * H * V + h * V)[:, None] + v[None, :]
     tl.store(out + row * N * H * V + to_NV, out_NV.to(out.dtype.element_ty), mask=ok_N1)
     tl.store(u_left + number * stride_u + to_NV, u_NV, mask=ok_N1)
@@ -164,15 +155,17 @@ def launch_tree_rule(
 
         launch_tree_rule_hopper(y_TC, gates, layer, steps, out_THV, tiles)
         return out_THV
-    block_v, group, here = min(V, tiles.block_v), min(E, tiles.group), chained(y_TC.device)
+    # Blocks divide widths, which need not be powers of two.
+    block_k, block_v = gcd(K, tiles.block_k), gcd(V, tiles.block_v)
+    group, here = min(E, tiles.group), chained(y_TC.device)
     memory = layer.state_PHKV, layer.k_LNGK, layer.u_LNHV, layer.decay_LNH
     numbers = steps.read_B, steps.write_B, steps.count_B, steps.path_BE
     inputs, strides = (y_TC, *gates.tensors), (y_TC.stride(0), gates.a_TH.stride(0), gates.b_TH.stride(0))
     of_memory = tuple(each.stride(0) for each in memory)
     if N == 1:
         step_rule_kernel[(H * (V // block_v), B)](
-            *inputs, *memory, *numbers, out_THV, *strides, *of_memory, E=E, G=G, H=H, K=K, V=V, GROUP=group, BLOCK_V=block_v,
-            MOST=gates.most, num_warps=tiles.warps, **here,
+            *inputs, *memory, *numbers, out_THV, *strides, *of_memory, E=E, G=G, H=H, K=K, V=V, GROUP=group, BLOCK_K=K & -K,
+            BLOCK_V=block_v, MOST=gates.most, num_warps=tiles.warps, **here,
         )  # fmt: skip
         return out_THV
     P, depth = max(8, triton.next_power_of_2(N)), steps.max_depth
@@ -181,11 +174,11 @@ def launch_tree_rule(
     tree_nodes_kernel[(H, B)](
         *inputs, layer.k_LNGK, layer.decay_LNH, steps.write_B, steps.parents_BN, solved, *strides, of_memory[1], of_memory[3],
         DEPTH=depth, CHAIN=steps.is_chain, HALVINGS=M.bit_length() - 1 if depth > 7 else 0,
-        M=M, MOST=gates.most, num_warps=tiles.node_warps, **sizes, **here,
+        M=M, MOST=gates.most, BLOCK_K=K & -K, num_warps=tiles.node_warps, **sizes, **here,
     )  # fmt: skip
     tree_rule_kernel[(H * (V // block_v), B)](
-        y_TC, solved, *memory, *numbers, out_THV, strides[0], *of_memory, E=E, V=V, GROUP=group, BLOCK_K=min(K, tiles.block_k),
-        BLOCK_V=block_v, AHEAD=tiles.ahead, num_warps=tiles.warps, **sizes, **here,
+        y_TC, solved, *memory, *numbers, out_THV, strides[0], *of_memory, E=E, V=V, GROUP=group, BLOCK_K=block_k,
+        BLOCK_V=block_v, num_warps=tiles.warps, **sizes, **here,
     )  # fmt: skip
     return out_THV
 
@@ -193,7 +186,7 @@ def launch_tree_rule(
 def check_rule(y_TC: Tensor, gates: Gates, layer: RuleStates) -> None:
     """Asserts what both kernels of the rule take; widths were checked as the target was loaded."""
     (_, H, K, V), G = layer.state_PHKV.shape, layer.k_LNGK.shape[2]
-    assert all(width >= 16 and not width & (width - 1) for width in (K, V)), "powers of two from 16 on"
+    assert all(width > 0 and width % 16 == 0 for width in (K, V)), "multiples of 16"
     assert y_TC.shape[1] == 2 * G * K + H * V and y_TC.stride(1) == 1 and layer.state_PHKV[0].is_contiguous()
     assert layer.state_PHKV.dtype == torch.float32 and H % G == 0
     for each in (gates.a_TH, gates.b_TH):

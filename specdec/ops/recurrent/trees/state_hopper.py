@@ -34,7 +34,16 @@ def states_layout(num_warps, rows=128):
 
 
 @gluon.constexpr_function
+def rows_layout(num_warps):
+    """Of [S, 16, V] and 16 columns a warp: a warp's lanes hold 256 bytes of a row side by side, so whole lines of memory."""
+    across = 4 * num_warps
+    return gl.BlockedLayout([1, 1, 4], [1, 32 // across, across], [1, num_warps, 1], [2, 1, 0])
+
+
+@gluon.constexpr_function
 def _width(layout):
+    if isinstance(layout, gl.BlockedLayout):
+        return layout.size_per_thread[-1] * layout.threads_per_warp[-1] * layout.warps_per_cta[-1]
     return layout.shape[-1]
 
 
@@ -54,48 +63,83 @@ def state_pointers(state, K: gl.constexpr, V: gl.constexpr, layout: gl.constexpr
 
 
 @gluon.jit
+def path_nodes(path, E: gl.constexpr, GROUP: gl.constexpr):
+    """The first GROUP nodes of a row's pending path, whether or not they were accepted.  No load waits for how many were."""
+    nodes = ()
+    for e in gl.static_range(GROUP):
+        nodes = nodes + (gl.load(path + min(e, E - 1), cache_modifier=".cg"),)  # type: ignore[assignment]
+    return nodes
+
+
+@gluon.jit
+def end_of_path(path, nodes, accepted, E: gl.constexpr, GROUP: gl.constexpr):
+    """The last accepted node, or any if none was."""
+    end = nodes[0]
+    for e in gl.static_range(1, GROUP):
+        end = gl.where(accepted > e, nodes[e], end)
+    if E > GROUP:
+        later = gl.load(path + accepted - 1, mask=accepted > GROUP, other=0, cache_modifier=".cg")
+        end = gl.where(accepted > GROUP, later, end)
+    return end
+
+
+@gluon.jit
 def with_path(
-    raw_SKV, k_left, u_left, decay_left, path, accepted, E: gl.constexpr, G: gl.constexpr, H: gl.constexpr, K: gl.constexpr,
-    V: gl.constexpr, GROUP: gl.constexpr, layout: gl.constexpr, num_warps: gl.constexpr,
+    raw_SKV, k_left, u_left, decay_left, path, nodes, accepted, E: gl.constexpr, G: gl.constexpr, H: gl.constexpr,
+    K: gl.constexpr, V: gl.constexpr, GROUP: gl.constexpr, layout: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """The state with what the pending path adds.  The pointers: at their number, head and first column.
+    """The state with what the pending path adds.  The pointers: at their number, head and first column.  nodes: `path_nodes`.
 
     All loads for the first GROUP nodes are on their way before the state is needed.
     """
     smem = gl.allocate_shared_memory(gl.float32, [GROUP, K], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    end = gl.load(path + accepted - 1, mask=accepted > 0, other=0, cache_modifier=".cg")
+    end = end_of_path(path, nodes, accepted, E, GROUP)
     last = gl.load(decay_left + end * H, mask=accepted > 0, other=0.0, cache_modifier=".cg")
-    left = _read_path(k_left, u_left, decay_left, path, 0, accepted, G, H, K, V, GROUP, layout, num_warps)
+    left = _read_path(k_left, u_left, decay_left, nodes, accepted, G, H, K, V, GROUP, layout, num_warps)
     state_SKV = _add_path(raw_SKV * gl.exp(last), left, last, smem, K, GROUP, layout)
     if E > GROUP:
         for first in range(GROUP, accepted, GROUP):
-            left = _read_path(k_left, u_left, decay_left, path, first, accepted, G, H, K, V, GROUP, layout, num_warps)
+            later = _later_nodes(path, first, accepted, GROUP)
+            left = _read_path(k_left, u_left, decay_left, later, accepted - first, G, H, K, V, GROUP, layout, num_warps)
             barrier()
             state_SKV = _add_path(state_SKV, left, last, smem, K, GROUP, layout)
     return state_SKV
 
 
 @gluon.jit
-def _read_path(
-    k_left, u_left, decay_left, path, first, accepted, G: gl.constexpr, H: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
-    GROUP: gl.constexpr, layout: gl.constexpr, num_warps: gl.constexpr,
-):  # fmt: skip
-    """(log-decays, u [V], keys [GROUP, K]) of GROUP accepted nodes from number `first` on; zeros where none is accepted."""
-    rows: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [num_warps, 1], [1, 0])
-    e_E, k_K = gl.arange(0, GROUP, gl.SliceLayout(1, rows)), gl.arange(0, K, gl.SliceLayout(0, rows))
-    v_V, ok_E = gl.arange(0, _width(layout), gl.SliceLayout(0, gl.SliceLayout(0, layout))), first + e_E < accepted
-    node_E = gl.load(path + first + e_E, mask=ok_E, other=0, cache_modifier=".cg")
-    nodes, decays, added = (), (), ()
+def _later_nodes(path, first, accepted, GROUP: gl.constexpr):
+    nodes = ()
     for e in gl.static_range(GROUP):
         nodes = nodes + (gl.load(path + first + e, mask=first + e < accepted, other=0, cache_modifier=".cg"),)  # type: ignore[assignment]
+    return nodes
+
+
+@gluon.jit
+def _read_path(
+    k_left, u_left, decay_left, nodes, accepted, G: gl.constexpr, H: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
+    GROUP: gl.constexpr, layout: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """(log-decays, u [V], keys [GROUP, K]) of these nodes; zeros of those that were not accepted."""
+    rows: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [num_warps, 1], [1, 0])
+    e_E, k_K = gl.arange(0, GROUP, gl.SliceLayout(1, rows)), gl.arange(0, K, gl.SliceLayout(0, rows))
+    v_V = gl.arange(0, _width(layout), gl.SliceLayout(0, gl.SliceLayout(0, layout)))
+    node_E, decays, added = one_of(nodes, e_E), (), ()
     from_EK = k_left + (node_E * (G * K))[:, None] + k_K[None, :]
-    key_EK = gl.load(from_EK, mask=ok_E[:, None], other=0.0, cache_modifier=".cg")
+    key_EK = gl.load(from_EK, mask=(e_E < accepted)[:, None], other=0.0, cache_modifier=".cg")
     for e in gl.static_range(GROUP):
-        ok = first + e < accepted
-        decay = gl.load(decay_left + nodes[e] * H, mask=ok, other=float("inf"), cache_modifier=".cg")
-        decays = decays + (decay,)  # type: ignore[assignment]
-        added = added + (gl.load(u_left + nodes[e] * (H * V) + v_V, mask=ok, other=0.0, cache_modifier=".cg"),)  # type: ignore[assignment]
+        decay = gl.load(decay_left + nodes[e] * H, mask=e < accepted, other=float("inf"), cache_modifier=".cg")
+        u_V = gl.load(u_left + nodes[e] * (H * V) + v_V, mask=(v_V >= 0) & (e < accepted), other=0.0, cache_modifier=".cg")
+        decays, added = decays + (decay,), added + (u_V,)  # type: ignore[assignment]
     return decays, added, key_EK
+
+
+@gluon.jit
+def one_of(nodes, e_E):
+    """[E]: of a tuple those of these numbers."""
+    node_E = e_E.to(nodes[0].dtype) * 0 + nodes[0]
+    for e in gl.static_range(1, len(nodes)):
+        node_E = gl.where(e_E == e, nodes[e], node_E)
+    return node_E
 
 
 @gluon.jit
@@ -121,6 +165,16 @@ def halves(state_SKV):
 
 
 @gluon.jit
+def pieces_of(state_SKV, COUNT: gl.constexpr):
+    """A state's rows, whole or in two halves."""
+    if COUNT == 1:
+        pieces = (state_SKV,)
+    else:
+        pieces = halves(state_SKV)
+    return pieces
+
+
+@gluon.jit
 def cut(state_SKV, products_layout: gl.constexpr, num_warps: gl.constexpr):
     """Three parts of 16 bits whose sum is the state, each as the tensor cores' left operand [V, K]: see `states_layout`."""
     whole_VK = as_operand(state_SKV, products_layout, num_warps)
@@ -137,6 +191,14 @@ def as_operand(x_SKV, products_layout: gl.constexpr, num_warps: gl.constexpr):
     ordered = gl.permute(gl.reshape(x_SKV, [K, num_warps, 8, 2]), (1, 3, 2, 0))
     left: gl.constexpr = gl.DotOperandLayout(0, products_layout, 2)
     return gl.convert_layout(gl.reshape(ordered, [16 * num_warps, K]), left, assert_trivial=True)
+
+
+@gluon.jit
+def store_operand(x_SKV, smem, num_warps: gl.constexpr):
+    """Stores numbers [K, V] of 16 bits, with columns in the order of `states_layout`, whatever x's layout."""
+    K: gl.constexpr = 16 * x_SKV.shape[0]
+    ordered = gl.permute(gl.reshape(x_SKV.to(gl.bfloat16), [K, num_warps, 8, 2]), (0, 1, 3, 2))
+    smem.store(gl.reshape(ordered, [K, 16 * num_warps]))
 
 
 @gluon.jit

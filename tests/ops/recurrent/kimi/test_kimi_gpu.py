@@ -18,7 +18,7 @@ from specdec.ops.recurrent.states import ChunkSteps, RuleStates, TreeSteps
 
 pytestmark = pytest.mark.gpu
 SIZES = KimiWidths(32, 128)
-ROWS, NODES, PATH = 8, 32, 6
+ROWS, NODES, MOST, PATH = 8, 32, 100, 6
 
 
 def memory_of(numbers: int, nodes: int) -> RuleStates:
@@ -57,9 +57,10 @@ def error(got: Tensor, want: Tensor) -> float:
 
 def trees(kind: str, seed: int) -> TreeSteps:
     """Of rows that read numbers 2, 4, ... and write those after them."""
-    rng, nodes = random.Random(seed), {"plain": 1, "chain": 6, "tree": NODES, "long chain": NODES}[kind]
+    sizes = {"plain": 1, "chain": 6, "tree": NODES, "long chain": NODES, "large tree": MOST, "longest chain": MOST}
+    rng, nodes = random.Random(seed), sizes[kind]
     made = [random_tree(nodes, rng, True) for _ in range(ROWS)]
-    if kind == "tree":  # of depth 5 at most
+    if kind.endswith("tree"):  # of depth 5 at most
         for tree in made:
             tree[1:] = [0] * (nodes - 1)
             for node in range(1, nodes):
@@ -68,10 +69,11 @@ def trees(kind: str, seed: int) -> TreeSteps:
     return steps_of(made, [(2 + 2 * row, 3 + 2 * row) for row in range(ROWS)], paths, PATH, "cuda")
 
 
-@pytest.mark.parametrize("kind", ["plain", "chain", "tree", "long chain"])
+@pytest.mark.parametrize("kind", ["plain", "chain", "tree", "long chain", "large tree", "longest chain"])
 def test_trees_of_real_widths(kind: str) -> None:
     """Keeps out: products that lose float32's accuracy, and a program that reads what another one writes."""
-    steps, memory = trees(kind, 1), memory_of(2 + 2 * ROWS, NODES)
+    steps = trees(kind, 1)
+    memory = memory_of(2 + 2 * ROWS, max(NODES, steps.parents_BN.shape[1]))
     wide = exact(memory)
     y, gates = tokens_of(steps.parents_BN.numel())
     with torch.inference_mode():

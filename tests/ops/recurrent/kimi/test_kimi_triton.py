@@ -44,6 +44,7 @@ def equal_memory(got: RuleStates, want: RuleStates, tolerance: float) -> None:
         (TWO, 32, "tree", 6, torch.float32),
         (THREE, 20, "deep tree", 6, torch.float32),
         (THREE, 60, "tree", 20, torch.float16),
+        (TWO, 70, "deep tree", 6, torch.float32),
     ],
 )
 def test_trees_equal_the_definition(sizes: KimiWidths, nodes: int, kind: str, before: int, dtype: torch.dtype) -> None:
