@@ -86,6 +86,11 @@ class MixtureTiles(NamedTuple):
     gate_up: ExpertTiles
     down: ExpertTiles
 
+    @property
+    def chooses(self) -> bool:
+        """Whether the kernels can choose a single token's experts, given its logits."""
+        return self.kernel != "mixture_triton"
+
 
 def mixture_tiles(
     tokens: int, top_k: int, experts: int, kind: ExpertsKind, hopper: bool = False, gated: bool = True
