@@ -217,8 +217,8 @@ def _in_runs(RUNS: tl.constexpr, RUN: tl.constexpr):
 
 
 @triton.jit
-def choose_one(parts, bias_1RC, correction_1RC, active, place, places, RULE: tl.constexpr, WARPS: tl.constexpr):
-    """(number, weight) of the expert at a place of the only token.  places: as of `_best`; the weight is right if they are all.
+def choose_all(parts, bias_1RC, correction_1RC, active, places, RULE: tl.constexpr, WARPS: tl.constexpr):
+    """[C]: (numbers, weights) of the experts at the only token's places.  places: as of `_best`; weights are right if they are all.
 
     Every warp chooses by itself, of a copy [W, ..] of the token: its lanes hold neighbouring experts, and a thread those of
     several runs, so that nothing passes through shared memory before the end.
@@ -239,8 +239,8 @@ def choose_one(parts, bias_1RC, correction_1RC, active, place, places, RULE: tl.
         part_WRC = tl.exp(masked_WRC - tl.max(tl.max(masked_WRC, 1), 1)[:, None, None])
         score_WRC = part_WRC * (1 / tl.sum(tl.sum(part_WRC, 1), 1))[:, None, None]
     key_WRC = tl.where(e_1RC < RULE.E, ordered_32(score_WRC + correction_1RC), LOWEST_32)
-    number_W, weight_W, sum_W = w * 0, w * 0.0, w * 0.0
-    first_W = sum_W - float("inf")
+    c, number_WC, weight_WC = tl.arange(0, RUN), tl.zeros([WARPS, RUN], tl.int32), tl.zeros([WARPS, RUN], tl.float32)
+    sum_W, first_W = tl.zeros([WARPS], tl.float32), tl.full([WARPS], -float("inf"), tl.float32)
     for at in tl.range(0, places, num_stages=1):
         key_WC = tl.max(key_WRC, 1)
         of_key_WC = tl.min(tl.where(key_WRC == key_WC[:, None, :], e_1RC, NONE), 1)
@@ -257,16 +257,25 @@ def choose_one(parts, bias_1RC, correction_1RC, active, place, places, RULE: tl.
             first_W = tl.maximum(first_W, own_W)
             own_W = tl.exp(own_W - first_W)
         sum_W += own_W
-        number_W = tl.where(at == place, id_W, number_W)
-        weight_W = tl.where(at == place, own_W, weight_W)
+        number_WC = tl.where((c == at)[None, :], id_W[:, None], number_WC)
+        weight_WC = tl.where((c == at)[None, :], own_W[:, None], weight_WC)
     if RULE.NORMED or RULE.SCORES == "softmax of chosen":
-        weight_W /= tl.maximum(sum_W, RULE.LEAST_SUM) if RULE.LEAST_SUM > 0 else sum_W + RULE.ADDED_SUM
-    number = tl.sum(tl.where(w == 0, number_W, 0), 0) - RULE.FIRST
-    weight = tl.sum(tl.where(w == 0, weight_W, 0.0), 0) * RULE.SCALING
-    is_here = (number >= 0) & (number < RULE.COUNT) & (place >= 0)
+        weight_WC /= (tl.maximum(sum_W, RULE.LEAST_SUM) if RULE.LEAST_SUM > 0 else sum_W + RULE.ADDED_SUM)[:, None]
+    number_WC -= RULE.FIRST
+    is_here_WC = (number_WC >= 0) & (number_WC < RULE.COUNT) & (c < places)[None, :]
     if RULE.HAS_ROWS:
-        is_here &= tl.load(active, cache_modifier=".cg") != 0
-    return tl.where(is_here, number, RULE.COUNT), tl.where(is_here, weight, 0.0)
+        is_here_WC &= tl.load(active, cache_modifier=".cg") != 0
+    is_first_WC = (w == 0)[:, None] & (c >= 0)[None, :]
+    number_C = tl.sum(tl.where(is_first_WC, tl.where(is_here_WC, number_WC, RULE.COUNT), 0), 0)
+    return number_C, tl.sum(tl.where(is_first_WC & is_here_WC, weight_WC * RULE.SCALING, 0.0), 0)
+
+
+@triton.jit
+def choose_one(parts, bias_1RC, correction_1RC, active, place, places, RULE: tl.constexpr, WARPS: tl.constexpr):
+    """(number, weight) of the expert at one of these places; of a place that is none, 0."""
+    number_C, weight_C = choose_all(parts, bias_1RC, correction_1RC, active, places, RULE, WARPS)
+    is_it_C = tl.arange(0, number_C.shape[0]) == place
+    return tl.sum(tl.where(is_it_C, number_C, 0), 0), tl.sum(tl.where(is_it_C, weight_C, 0.0), 0)
 
 
 class ChoiceRule(NamedTuple):
