@@ -70,14 +70,15 @@ GROUPS = (
         "late",
         "The norm in front of the qkv projection is complete when the store after it starts, and so are the tables, "
         "lengths and first keys made before that norm, which store and attention read before their waits. The second "
-        "product of experts reads topk_ids, which the first one has waited for.",
+        "product of experts reads topk_ids, or a router's logits, which the first one has waited for.",
         "tiled_linear experts_linear weighted_sum spread_rows own_pairs by_expert count_pairs place_pairs "
-        "router_many norm_parts few_gate_up_hopper",
+        "router_many norm_parts",
         {
             "quantised_experts": "topk_ids qweight",
-            "few_gate_up": "shared",
-            "few_down": "topk_ids qweight shared",
-            "few_down_hopper": "topk_ids qweight",
+            "few_gate_up": "correction router_bias shared",
+            "few_gate_up_hopper": "correction router_bias",
+            "few_down": "active correction parts qweight router_bias shared topk_ids",
+            "few_down_hopper": "active correction parts qweight router_bias topk_ids",
             "each_linear": "weight",
             "hopper_linear": "weight_tiles",
             "linear": "weight",

@@ -110,10 +110,12 @@ def test_shared_experts_and_experts_elsewhere(T: int) -> None:
     assert (plain.double() - want - shared.double()).norm() < NEAR * scale
 
 
-@pytest.mark.parametrize(("name", "slices"), [("dense", 4), ("fp8 blocks", 2), ("fp8 rows", 8), ("mxfp4", 4), ("dense relu2", 2)])
+@pytest.mark.parametrize(
+    ("name", "slices"), [("dense", 4), ("fp8 blocks", 2), ("fp8 rows", 8), ("mxfp4", 4), ("dense relu2", 2)]
+)
 def test_slices_share_a_token_s_experts(name: str, slices: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keeps out: rows, scales or columns of another slice's expert, parts of columns that two slices have or none, and numbers of
-    slices without an expert, of which a token here has two; and those of an expert that is elsewhere.
+    """Keeps out: rows, scales or columns of another slice's expert, parts of columns that two slices have or none, and numbers
+    of slices without an expert, of which a token here has two; and those of an expert that is elsewhere.
     """
     H, F = {"fp8 blocks": (160, 256)}.get(name, (160, 40 if slices == 2 else 300))
     experts, own = experts_named(name, 3, H, F), tiles_of(1, "dense", 1)

@@ -45,7 +45,9 @@ RULES = {
 
 def router_of(rule: RouterRule, E: int, H: int, seed: int = 1) -> RouterWeights:
     weight, bias = rand(E, H, seed=seed) / H**0.5, torch.randn(E, device=DEVICE)
-    return RouterWeights(weight.float() if rule.biased else weight, bias if rule.biased else None, bias if rule.corrected else None)
+    return RouterWeights(
+        weight.float() if rule.biased else weight, bias if rule.biased else None, bias if rule.corrected else None
+    )  # fmt: skip
 
 
 def tiles_of(kind: str, hopper: bool) -> MixtureTiles:
@@ -102,7 +104,7 @@ def test_of_weights_in_few_bits(name: str) -> None:
 
 @pytest.mark.parametrize("active", [0, 1])
 def test_experts_elsewhere_and_rows_that_are_padding(active: int) -> None:
-    """Keeps out: experts of other ranks that are computed here, numbers that count from another first, tokens of padded rows."""
+    """Keeps out: experts of other ranks that are computed here, numbers that count from 0, tokens of padded rows."""
     live = LiveRows(torch.tensor([active], dtype=torch.int32, device=DEVICE), torch.tensor([0], device=DEVICE))
     check("dense", RULES["softmax, normed"], Kept(range(3, 9), live), None, False, 40, 24)
 

@@ -218,8 +218,9 @@ def _in_runs(RUNS: tl.constexpr, RUN: tl.constexpr):
 
 @triton.jit
 def choose_all(parts, bias_1RC, correction_1RC, active, places, RULE: tl.constexpr, WARPS: tl.constexpr):
-    """[C]: (numbers, weights) of the experts at the only token's places.  places: as of `_best`; weights are right if they are all.
+    """[C]: (numbers, weights) of the experts at the only token's places.
 
+    places: as of `_best`; weights are right if they are all.
     Every warp chooses by itself, of a copy [W, ..] of the token: its lanes hold neighbouring experts, and a thread those of
     several runs, so that nothing passes through shared memory before the end.
     """
@@ -281,7 +282,7 @@ def choose_one(parts, bias_1RC, correction_1RC, active, place, places, RULE: tl.
 class ChoiceRule(NamedTuple):
     """What `choose_one`, and its like in Gluon, are told of a rule without groups, as constexprs.
 
-    E experts are RUNS of at most RUN.  ROW: from one split's logits to the next one's.  FIRST, COUNT: the experts that are here.
+    E experts are RUNS of at most RUN.  ROW: from one split's logits to the next one's.  FIRST, COUNT: experts that are here.
     HAS_ROWS: whether the token may be padding.
     """
 

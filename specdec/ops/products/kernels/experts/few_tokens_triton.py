@@ -310,7 +310,8 @@ def launch_few_gate_up(
     few_gate_up_kernel[(triton.cdiv(N, tiles.block_n // parts), D)](
         x_TH, *arguments, shared.gate_up_GH if shared else arguments[0], _gate_of(shared, topk_weights_TK), topk_weights_TK,
         topk_ids_TK, *read_of(choice, topk_weights_TK), y_DTF, chosen_2D, T, x_TH.stride(0), A, **values | {"N": N},
-        **rule_of(choice), WARPS=tiles.warps, A=A, PADDED_EXPERTS=triton.next_power_of_2(E), PADDED_A=triton.next_power_of_2(A), ONE_TOKEN=T == 1, R=R,
+        **rule_of(choice), WARPS=tiles.warps, A=A, PADDED_EXPERTS=triton.next_power_of_2(E),
+        PADDED_A=triton.next_power_of_2(A), ONE_TOKEN=T == 1, R=R,
         HAS_GATE=shared is not None and shared.gate_T1 is not None, **epilogue(form.activation),
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, UNROLL=tiles.unroll, SLICES=tiles.slices, STAGES=tiles.stages,
         PREFETCH=tiles.prefetch, num_warps=tiles.warps, num_stages=tiles.stages, **chained(device),
@@ -349,7 +350,8 @@ def launch_few_down(
     num_tiles, store_partials = triton.cdiv(N, tiles.block_n), store_partials and splits > 1
     y, partials, arrivals = result_of(x_DTK[0], N, splits, num_tiles, tiles.block_n, tiles.block_m, store_partials)
     few_down_kernel[(num_tiles, splits)](
-        x_DTK, *arguments, topk_weights_TK, topk_ids_TK, *read_of(choice, topk_weights_TK), chosen_2D, words, none if output is None else output,
+        x_DTK, *arguments, topk_weights_TK, topk_ids_TK, *read_of(choice, topk_weights_TK), chosen_2D, words,
+        none if output is None else output,
         topk_weights_TK if output is None else _gate_of(shared, topk_weights_TK), y, partials, arrivals, T, A, **values,
         **rule_of(choice), WARPS=tiles.warps, A=A, D=D,
         PADDED_D=triton.next_power_of_2(D), ONE_TOKEN=T == 1, R=R, HAS_OUTPUT=output is not None,

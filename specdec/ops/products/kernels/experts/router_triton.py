@@ -3,8 +3,8 @@
 Programs share the logits: each multiplies some rows of the weight, and some columns of them, of which each warp has a part,
 with a block of tokens, and sums in float32.  The program of a block that arrives last adds up the partial logits of all, in a
 fixed order, and chooses (choosing_triton.py).  Until then everybody waits, so what weights the choice needs are read before
-the wait.  Of a single token the experts' own kernels may choose instead (ROW > 0): nobody arrives then, and a split's logits lie in a
-row of that length.
+the wait.  Of a single token the experts' own kernels may choose instead (ROW > 0): nobody arrives then, and a split's logits
+lie in a row of that length.
 
 Order of chained launches (specdec/ops/launch.py): the kernel triggers before its wait, and reads weights alone before it.
 
@@ -96,8 +96,8 @@ def router_kernel(
         if tl.atomic_add(mine, 1, sem="acq_rel") == programs - 1:
             tl.store(mine, 0)
             choose_and_store(
-                partials, bias_GJ, correction_GJ, active, last, topk_weights, topk_ids, shared, first, end, T, places, L, E, G, J,
-                A, SCORES, HAS_BIAS, HAS_CORRECTION, TOP_GROUPS, GROUP_BEST, NORMED, LEAST_SUM, ADDED_SUM, SCALING, PADDED_G,
+                partials, bias_GJ, correction_GJ, active, last, topk_weights, topk_ids, shared, first, end, T, places, L, E, G,
+                J, A, SCORES, HAS_BIAS, HAS_CORRECTION, TOP_GROUPS, GROUP_BEST, NORMED, LEAST_SUM, ADDED_SUM, SCALING, PADDED_G,
                 PADDED_J, FIRST, COUNT, COLUMNS, HAS_ROWS, HAS_LAST, SPLITS, TOKENS,
             )  # fmt: skip
 

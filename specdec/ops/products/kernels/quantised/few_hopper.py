@@ -337,10 +337,9 @@ def launch_few_gate_up_hopper(
     y_PTN = x_TH.new_empty(P, T, N)
     entries = torch.empty(P + 1, dtype=torch.int32, device=x_TH.device)
     few_gate_up_hopper_kernel[(triton.cdiv(N, tiles.block_n // parts), P)](
-        x_TH, *arguments, topk_weights_TK, topk_ids_TK, *read_of(choice, topk_weights_TK), y_PTN, entries, T, x_TH.stride(0), A,
-        N=N, **values, A=A,
-        PADDED_P=max(32, triton.next_power_of_2(P)), **epilogue(form.activation), **rule_of(choice), ONE=T == 1, BLOCK_N=tiles.block_n,
-        AHEAD=tiles.unroll, num_warps=tiles.warps, maxnreg=REGISTERS,
+        x_TH, *arguments, topk_weights_TK, topk_ids_TK, *read_of(choice, topk_weights_TK), y_PTN, entries, T,
+        x_TH.stride(0), A, N=N, **values, A=A, PADDED_P=max(32, triton.next_power_of_2(P)), **epilogue(form.activation),
+        **rule_of(choice), ONE=T == 1, BLOCK_N=tiles.block_n, AHEAD=tiles.unroll, num_warps=tiles.warps, maxnreg=REGISTERS,
         **chained(x_TH.device),
     )  # fmt: skip
     return y_PTN, entries
@@ -361,7 +360,8 @@ def launch_few_down_hopper(
     gate = None if shared is None else shared.gate_T1
     assert gate is None or (gate.is_contiguous() and gate.dtype == torch.float32 and gate.numel() == T)
     few_down_hopper_kernel[(num_tiles, tiles.splits)](
-        x_PTK, *arguments, topk_weights_TK, topk_ids_TK, *read_of(choice, topk_weights_TK), entries, none if shared is None else shared.out_TH,
+        x_PTK, *arguments, topk_weights_TK, topk_ids_TK, *read_of(choice, topk_weights_TK), entries,
+        none if shared is None else shared.out_TH,
         none if gate is None else gate, y, partials, arrivals, T, A, N=N, **values, **rule_of(choice), A=A,
         PADDED_A=triton.next_power_of_2(A), HAS_SHARED=shared is not None,
         HAS_GATE=gate is not None, ONE=T == 1, STORE_PARTIALS=store_partials, BLOCK_N=tiles.block_n, SPLITS=tiles.splits,
