@@ -60,10 +60,11 @@ class ManyRouterTiles(NamedTuple):
 class ExpertTiles(NamedTuple):
     """What one program works on.
 
-    block_m: pairs (padded), or in few_tokens_triton.py all tokens.  block_n: rows of a matrix.  warps, stages: Triton's.
+    block_m: pairs (padded), or in few_tokens_triton.py all tokens.  block_n: rows of a matrix.  warps, stages: Triton's; in
+        few_hopper.py stages are the tiles of the first product that a program takes, one after the other.
     unroll: steps of 128 columns between two looks at the pipeline; in few_hopper.py units (units_hopper.py) whose words are
         loaded at one time.  splits: programs that share a tile of rows of the second product in few_tokens_triton.py; of a
-        single token about so many, equally many for each of its experts, of three steps or more; 0: slices share its experts.
+        single token about so many, equally many for each of its experts, of three steps or more.
     slices: of a row's columns, which a program's warps share instead of the rows; more than one are as many as warps.
     prefetch: bytes of each row that few_tokens_triton.py asks for before its wait: of shared experts in the first product, and
         of a single token's in the second one, where they compete with what the first one still reads.

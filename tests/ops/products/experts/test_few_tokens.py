@@ -111,33 +111,6 @@ def test_shared_experts_and_experts_elsewhere(T: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "slices"), [("dense", 4), ("fp8 blocks", 2), ("fp8 rows", 8), ("mxfp4", 4), ("dense relu2", 2)]
-)
-def test_slices_share_a_token_s_experts(name: str, slices: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keeps out: rows, scales or columns of another slice's expert, parts of columns that two slices have or none, and numbers
-    of slices without an expert, of which a token here has two; and those of an expert that is elsewhere.
-    """
-    H, F = {"fp8 blocks": (160, 256)}.get(name, (160, 40 if slices == 2 else 300))
-    experts, own = experts_named(name, 3, H, F), tiles_of(1, "dense", 1)
-    tiles = own._replace(down=own.down._replace(splits=0, slices=slices, warps=max(4, slices), block_n=16 if HAS_GPU else 64))
-    x, (topk_weights_TK, topk_ids_TK) = rand(1, H, seed=2) / 8, choice(1, 3, 2)
-    fences = [] if HAS_GPU else fence_new_memory(few_tokens_triton, monkeypatch)
-    shared = None
-    if name == "dense":
-        shared = SharedExperts(rand(2 * F, H, seed=4) / 4, rand(H, F, seed=5) / 4, None, 1)
-    away_TK = topk_ids_TK.clone()
-    away_TK[0, 1] = 3
-    with torch.inference_mode():
-        got = few_tokens_experts(x, topk_weights_TK, topk_ids_TK, experts, tiles)
-        one = few_tokens_experts(x, topk_weights_TK, away_TK, experts, tiles, shared, partials=True)
-        before = few_tokens_experts(x, topk_weights_TK, away_TK, experts, tiles_of(1, kind_of(experts), 2), shared)
-    assert isinstance(got, Tensor) and isinstance(one, Tensor) and isinstance(before, Tensor)
-    assert error(got, exact_mixture(x, topk_weights_TK, topk_ids_TK, experts)) < NEAR
-    assert error(one, before.double()) < NEAR
-    assert all(bool((fence == MARK).all()) for fence in fences)
-
-
-@pytest.mark.parametrize(
     ("name", "T", "R", "weighed"),
     [
         ("dense", 1, 1, True),

@@ -9,8 +9,7 @@ which of them chose the expert.  Other tokens' rows are not read, and the tensor
   result is rounded, so that the second kernel only adds up.  It leaves a list for the second kernel: the chosen experts, and
   of each a mask of 64 bits, of its tokens.
 - Down: a program takes a tile of rows of all chosen experts, or of a split of their columns, one after the other, in one loop
-  whose pipeline does not end between two experts.  With one token a split is an expert, or an equal part of its columns; or
-  (EACH) a slice of a program is, and nothing is split.
+  whose pipeline does not end between two experts.  With one token a split is an expert, or an equal part of its columns.
   Splits are added up by the program that arrives last, in their order, or by the norm that follows (Partials).
 
 Shared experts that are stored like the others stand in front of the chosen ones, as experts that every token has chosen
@@ -42,16 +41,17 @@ from torch import Tensor
 from specdec.ops.launch import chained
 from specdec.ops.products.formats.experts import scales_form
 from specdec.ops.products.kernels.dense.stream_triton import complete, prefetch, result_of, rows_of_tile
-from specdec.ops.products.kernels.experts.choosing_triton import choose_all, choose_one, of_rule, read_of, rule_of
+from specdec.ops.products.kernels.experts.choosing_triton import choose_one, of_rule, read_of, rule_of
 from specdec.ops.products.kernels.experts.convert_triton import LARGE
 from specdec.ops.products.kernels.experts.stacked_triton import activated
-from specdec.ops.products.kernels.experts.step_triton import product, sum_of_each, sum_over_entries, words_of_entry
+from specdec.ops.products.kernels.experts.step_triton import product, sum_over_entries, words_of_entry
 
 if TYPE_CHECKING:
     from specdec.ops.products.experts import Form, SharedExperts, SharedOutput, Stack
     from specdec.ops.products.routing import Unchosen
     from specdec.ops.products.tiles.experts import ExpertTiles
 
+LATE = False
 MOST = 64  # tokens: bits of a mask
 LEAST = 3  # steps of a split of one token's expert; measured: of two, a layer with experts of 512 takes 29.0 us instead of 27.8
 
@@ -198,42 +198,22 @@ def few_down_kernel(
     partials,  # [tiles, S, BLOCK_N, BLOCK_M] float32
     arrivals,  # [ARRIVALS] int32, zero before and after
     T,
-    places,  # A
     N: tl.constexpr, K: tl.constexpr, J: tl.constexpr, G: tl.constexpr, A: tl.constexpr, EXPERTS: tl.constexpr,
     D: tl.constexpr, PADDED_D: tl.constexpr, ONE_TOKEN: tl.constexpr, R: tl.constexpr, CHOOSES: tl.constexpr,
-    RULE: tl.constexpr, WARPS: tl.constexpr,
+    LATE: tl.constexpr, RULE: tl.constexpr, WARPS: tl.constexpr,
     KIND: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr, HAS_ZERO_POINTS: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_OUTPUT: tl.constexpr, HAS_GATE: tl.constexpr, ASM: tl.constexpr, PARTIALS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, UNROLL: tl.constexpr,
-    SLICES: tl.constexpr, EACH: tl.constexpr, STAGES: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    SLICES: tl.constexpr, STAGES: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     out_N, row_N = rows_of_tile(tl.program_id(0), N, BLOCK_N, False)
     row_N = tl.where(out_N < N, row_N, 0)
     split, m = tl.program_id(1), tl.arange(0, BLOCK_M)
-    if EACH:
-        s = tl.arange(0, SLICES)
-        entry_S, part_S = s // PARTS, s % PARTS
-        if CHOOSES:
-            of_experts = of_rule(router_bias, correction, RULE)
-            number_C, _ = choose_all(parts, of_experts[0], of_experts[1], active, places, RULE, WARPS)
-            is_it_SC = tl.arange(0, number_C.shape[0])[None, :] == (entry_S - R)[:, None]
-            expert_S = tl.sum(tl.where(is_it_SC, number_C[None, :], 0), 1).to(tl.int64)
-        else:
-            chosen_S = (entry_S >= R) & (entry_S < D)
-            expert_S = tl.load(topk_ids + entry_S - R, mask=chosen_S, other=0, cache_modifier=".cg")
-        is_here_S = (expert_S >= 0) & (expert_S < EXPERTS) & (entry_S < D)
-        at_SN = tl.where(is_here_S, expert_S, 0)[:, None] * N + row_N[None, :]
-        qweight_SN = words_of_entry(qweight, shared, entry_S[:, None], at_SN, row_N[None, :], J, R)
-        if PDL:
+    if ONE_TOKEN:
+        entry, part = split // PARTS, split % PARTS
+        if LATE:
             tl.extra.cuda.gdc_wait()
             tl.extra.cuda.gdc_launch_dependents()
-        acc_NM = sum_of_each(
-            x + (entry_S[:, None] + m[None, :]) * K, is_here_S[:, None] & (m == 0)[None, :], qweight_SN, scales + at_SN * G,
-            zero_points + at_SN * G, is_here_S[:, None] & (out_N < N)[None, :], part_S[:, None], K,
-            KIND, GROUP_SIZE, SCALES, HAS_ZERO_POINTS, ASM, UNROLL, PARTS, STAGES,
-        )  # fmt: skip
-    elif ONE_TOKEN:
-        entry, part = split // PARTS, split % PARTS
         if CHOOSES:
             bias_GJ, correction_GJ = of_rule(router_bias, correction, RULE)
             expert, _ = choose_one(parts, bias_GJ, correction_GJ, active, entry - R, entry - R + 1, RULE, WARPS)
@@ -243,7 +223,7 @@ def few_down_kernel(
         is_here = (expert >= 0) & (expert < EXPERTS)
         at_N = tl.where(is_here, expert, 0) * N + row_N
         qweight_N = words_of_entry(qweight, shared, entry, at_N, row_N, J, R)
-        if PDL:
+        if PDL and not LATE:
             if PREFETCH > 0:
                 LINE: tl.constexpr = 1024 // qweight.dtype.element_ty.primitive_bitwidth  # words of 128 bytes
                 ahead = part * (J // PARTS) + tl.arange(0, PREFETCH // 128) * LINE
@@ -340,11 +320,8 @@ def launch_few_down(
         output = shared.out_TH
         assert output.is_contiguous() and output.shape == (T, N)
     assert x_DTK.shape[2] == K and x_DTK.is_contiguous()
-    splits, parts, each = max(1, tiles.splits), 1, tiles.splits == 0
-    if each:
-        assert T == 1 and D <= tiles.slices
-        parts = tiles.slices // D
-    elif T == 1:
+    splits, parts = tiles.splits, 1
+    if T == 1:
         parts = min(triton.cdiv(splits, D), max(1, K // (LEAST * 128 * tiles.slices * tiles.unroll)))
         splits = D * parts
     num_tiles, store_partials = triton.cdiv(N, tiles.block_n), store_partials and splits > 1
@@ -352,12 +329,12 @@ def launch_few_down(
     few_down_kernel[(num_tiles, splits)](
         x_DTK, *arguments, topk_weights_TK, topk_ids_TK, *read_of(choice, topk_weights_TK), chosen_2D, words,
         none if output is None else output,
-        topk_weights_TK if output is None else _gate_of(shared, topk_weights_TK), y, partials, arrivals, T, A, **values,
-        **rule_of(choice), WARPS=tiles.warps, A=A, D=D,
+        topk_weights_TK if output is None else _gate_of(shared, topk_weights_TK), y, partials, arrivals, T, **values,
+        **rule_of(None if LATE else choice), LATE=choice is not None and LATE, WARPS=tiles.warps, A=A, D=D,
         PADDED_D=triton.next_power_of_2(D), ONE_TOKEN=T == 1, R=R, HAS_OUTPUT=output is not None,
         HAS_GATE=output is not None and shared is not None and shared.gate_T1 is not None, PARTIALS=store_partials,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, SPLITS=splits, PARTS=parts, UNROLL=tiles.unroll, SLICES=tiles.slices,
-        EACH=each, STAGES=tiles.stages, PREFETCH=tiles.prefetch, num_warps=tiles.warps, num_stages=tiles.stages,
+        STAGES=tiles.stages, PREFETCH=tiles.prefetch, num_warps=tiles.warps, num_stages=tiles.stages,
         **chained(x_DTK.device),
     )  # fmt: skip
     return y

@@ -60,36 +60,6 @@ def product(
 
 
 @triton.jit
-def sum_of_each(
-    x_SM, ok_SM, qweight_SN, scales_SN, zero_points_SN, here_SN, part_S1, K: tl.constexpr,
-    KIND: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr, HAS_ZERO_POINTS: tl.constexpr, ASM: tl.constexpr,
-    UNROLL: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """[N, M] float32: the sum over slices of the product of each one's own rows with its own rows of x, which are enlarged.
-
-    here_SN: whether a row's words are to be read.  part_S1: which part of PARTS of the columns is a slice's.
-    """
-    STEPS: tl.constexpr = (K + 127) // 128
-    EACH: tl.constexpr = (STEPS + PARTS * UNROLL - 1) // (PARTS * UNROLL) * UNROLL  # of a slice
-    SCALED: tl.constexpr = "step" if SCALES == "row" else SCALES  # slices' rows have different scales
-    LAST: tl.constexpr = STEPS * 128 - 128
-    SLICES: tl.constexpr = qweight_SN.shape[0]
-    base = part_S1 * (EACH * 128)
-    acc_NM = no_sums(qweight_SN.shape[1], x_SM.shape[1], SLICES)
-    next_N = scale_at(scales_SN, tl.minimum(base, LAST), K, GROUP_SIZE, SCALES)
-    for first in tl.range(0, EACH, UNROLL, num_stages=STAGES):
-        for n in tl.static_range(UNROLL):
-            at = base + (first + n) * 128
-            now_N = next_N
-            next_N = scale_at(scales_SN, tl.minimum(at + 128, LAST), K, GROUP_SIZE, SCALES)
-            acc_NM = add_step(
-                acc_NM, x_SM, ok_SM, qweight_SN, scales_SN, zero_points_SN, now_N, at, K,
-                KIND, GROUP_SIZE, SCALED, HAS_ZERO_POINTS, ASM, False, STEPS % (PARTS * UNROLL) == 0, SLICES, here_SN,
-            )  # fmt: skip
-    return unenlarged(tl.sum(acc_NM, 0), KIND, ASM)
-
-
-@triton.jit
 def no_sums(N: tl.constexpr, M: tl.constexpr, SLICES: tl.constexpr):
     """[N, M] of zeros, or [S, N, M]."""
     return tl.zeros([N, M], tl.float32) if SLICES == 1 else tl.zeros([SLICES, N, M], tl.float32)
@@ -109,7 +79,7 @@ def unenlarged(acc_NM, KIND: tl.constexpr, ASM: tl.constexpr):
 def add_step(
     acc_NM, x_M, ok_M, qweight_N, scales_N, zero_points_N, now_N, at, K: tl.constexpr,
     KIND: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr, HAS_ZERO_POINTS: tl.constexpr, ASM: tl.constexpr,
-    ENLARGES: tl.constexpr, EXISTS: tl.constexpr, SLICES: tl.constexpr, here_N=None,
+    ENLARGES: tl.constexpr, EXISTS: tl.constexpr, SLICES: tl.constexpr,
 ):  # fmt: skip
     """acc_NM plus the products of a step's columns, the first of which is `at`.  now_N: their scale, or scales.
 
@@ -123,10 +93,7 @@ def add_step(
     j = tl.arange(0, WORDS)
     here = at if EXISTS or KIND == "dense" else tl.minimum(at, (K + 127) // 128 * 128 - 128)  # of x there are zeros then
     at_J = _after(here // 128 * WORDS, j, SLICES)
-    last_J: tl.constexpr = K if KIND == "dense" else (K + 127) // 128 * WORDS
-    if here_N is not None:
-        words_NJ = tl.load(tl.expand_dims(qweight_N, -1) + at_J, mask=tl.expand_dims(here_N, -1) & (at_J < last_J), other=0)
-    elif EVEN_K or KIND != "dense":
+    if EVEN_K or KIND != "dense":
         words_NJ = tl.load(tl.expand_dims(qweight_N, -1) + at_J)
     else:
         words_NJ = tl.load(tl.expand_dims(qweight_N, -1) + at_J, mask=at_J < K, other=0)
