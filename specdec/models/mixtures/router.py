@@ -55,7 +55,7 @@ class Router(Multiplying):
         tiles = router_tiles(x_1H, weights, self.count, self.numerics)
         if not isinstance(tiles, RouterTiles) or not may_wait(weights, self.rule, self.count):
             return None
-        return unchosen(x_1H, weights, self.rule, self.count, tiles, kept)
+        return unchosen(x_1H, weights, self.rule, self.count, kept)
 
     def _logits(self, x_TH: Tensor, in_order: bool) -> Tensor:
         if in_order:

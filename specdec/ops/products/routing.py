@@ -101,18 +101,20 @@ def routed(
         from specdec.ops.products.kernels.experts.router_many_triton import launch_router_many
 
         return launch_router_many(x_TH, router, rule, experts, tiles, kept)
-    from specdec.ops.products.kernels.experts.router_triton import launch_router
+    from specdec.ops.products.kernels.experts.router_triton import launch_router, launch_router_one
 
+    if len(x_TH) == 1 and may_wait(router, rule, experts):
+        return launch_router_one(x_TH, router, rule, experts, kept, chooses=True).out
     return launch_router(x_TH, router, rule, experts, tiles, kept)
 
 
 def unchosen(
-    x_TH: Tensor, router: RouterWeights, rule: RouterRule, experts: int, tiles: RouterTiles, kept: Kept | None = None
+    x_1H: Tensor, router: RouterWeights, rule: RouterRule, experts: int, kept: Kept | None = None
 ) -> Unchosen:
     """`routed`'s first half, of a single token and a router that `may_wait`."""
-    from specdec.ops.products.kernels.experts.router_triton import launch_logits
+    from specdec.ops.products.kernels.experts.router_triton import launch_router_one
 
-    return launch_logits(x_TH, router, rule, experts, tiles, kept)
+    return launch_router_one(x_1H, router, rule, experts, kept, chooses=False)
 
 
 def may_wait(router: RouterWeights, rule: RouterRule, experts: int) -> bool:

@@ -71,7 +71,7 @@ def check(name: str, rule: RouterRule, kept: Kept | None, shared: SharedExperts 
     tiles = tiles_of(name, hopper)
     with torch.inference_mode():
         want_1K, ids_1K, _ = routed(x, router, rule, E, TILES, kept)
-        choice = unchosen(x, router, rule, E, TILES, kept)
+        choice = unchosen(x, router, rule, E, kept)
         got_1K, got_ids_1K, _ = choice.out
         got_1K.fill_(torch.nan)
         got_ids_1K.fill_(-7)
@@ -147,7 +147,7 @@ def test_published_sizes_and_replays(name: str) -> None:
     with torch.inference_mode():
 
         def run() -> tuple[Tensor, Tensor]:
-            choice = unchosen(x, router, rule, E, routing)
+            choice = unchosen(x, router, rule, E)
             out = few_tokens_experts(x, *choice.out[:2], experts, tiles, choice=choice)
             assert isinstance(out, Tensor)
             return out, choice.out[1]
