@@ -224,7 +224,7 @@ def run_mixture(
 
     shared: terms of the sum.  Experts are computed beside the chosen ones, where `shared_beside` says so.
     partials: whether the caller can add up split-K partials.
-    choice: of tiles that `choose`: the only token's logits.  Its weights and ids are then written here, and not read.
+    choice: the only token's logits, where the tiles say that the kernel chooses.  Weights and ids are then written here.
     """
     if tiles.kernel != "mixture_triton":
         return few_tokens_experts(x_TH, topk_weights_TK, topk_ids_TK, experts, tiles, shared, partials, choice)
@@ -243,7 +243,7 @@ def few_tokens_experts(
     Activations are rounded when the token's weight is multiplied in, and sums at their end alone: the result is closer to exact
     sums than the definition's, which rounds each expert's output.
     """
-    assert choice is None or len(x_TH) == 1
+    assert choice is None or (len(x_TH) == 1 and tiles.kernel == "few_hopper")
     chosen = topk_weights_TK.float().contiguous(), topk_ids_TK.contiguous()
     x_TH = x_TH if x_TH.stride(1) == 1 else x_TH.contiguous()
     if tiles.kernel == "few_hopper":
@@ -257,8 +257,8 @@ def few_tokens_experts(
         from specdec.ops.products.kernels.experts.few_tokens_triton import launch_few_down, launch_few_gate_up
 
         beside = shared if isinstance(shared, SharedExperts) else None
-        gated = launch_few_gate_up(x_TH, experts.gate_up, experts.form, *chosen, tiles.gate_up, beside, choice)
-        sums = launch_few_down(gated, experts.down, experts.form, *chosen, tiles.down, shared, partials, choice)
+        gated = launch_few_gate_up(x_TH, experts.gate_up, experts.form, *chosen, tiles.gate_up, beside)
+        sums = launch_few_down(gated, experts.down, experts.form, *chosen, tiles.down, shared, partials)
     return Partials(sums, x_TH.dtype) if sums.dim() == 3 else sums
 
 

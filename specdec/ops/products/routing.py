@@ -108,9 +108,7 @@ def routed(
     return launch_router(x_TH, router, rule, experts, tiles, kept)
 
 
-def unchosen(
-    x_1H: Tensor, router: RouterWeights, rule: RouterRule, experts: int, kept: Kept | None = None
-) -> Unchosen:
+def unchosen(x_1H: Tensor, router: RouterWeights, rule: RouterRule, experts: int, kept: Kept | None = None) -> Unchosen:
     """`routed`'s first half, of a single token and a router that `may_wait`."""
     from specdec.ops.products.kernels.experts.router_triton import launch_router_one
 

@@ -1,5 +1,4 @@
-"""The choice of a token's experts, and what they weigh, given its logits: what both of a router's kernels end with, and what
-the experts' kernels begin with where they choose a single token's themselves (`choose_one`).
+"""The choice of a token's experts, and what they weigh, given its logits: what a router's kernels end with.
 
 A warp chooses a token's experts: its lanes hold neighbouring experts, each thread one of each group, so that a choice takes two
 instructions for the whole warp and no shared memory.  Where the rule knows no groups, runs of 32 experts stand for them.
@@ -201,7 +200,7 @@ def _best(
 
 @triton.jit
 def of_rule(bias, correction, RULE: tl.constexpr):
-    """What `choose_one` reads of each expert: weights, so that it may be read before a wait.  [1, R, C] each."""
+    """What `choose_all` reads of each expert: weights, so that it may be read before a wait.  [1, R, C] each."""
     RUNS: tl.constexpr = RULE.RUNS  # Triton 3.6 takes no field in place of a constexpr, here and below
     RUN: tl.constexpr = RULE.RUN
     e_RC = _in_runs(RUNS, RUN)
@@ -271,16 +270,8 @@ def choose_all(parts, bias_1RC, correction_1RC, active, places, RULE: tl.constex
     return number_C, tl.sum(tl.where(is_first_WC & is_here_WC, weight_WC * RULE.SCALING, 0.0), 0)
 
 
-@triton.jit
-def choose_one(parts, bias_1RC, correction_1RC, active, place, places, RULE: tl.constexpr, WARPS: tl.constexpr):
-    """(number, weight) of the expert at one of these places; of a place that is none, 0."""
-    number_C, weight_C = choose_all(parts, bias_1RC, correction_1RC, active, places, RULE, WARPS)
-    is_it_C = tl.arange(0, number_C.shape[0]) == place
-    return tl.sum(tl.where(is_it_C, number_C, 0), 0), tl.sum(tl.where(is_it_C, weight_C, 0.0), 0)
-
-
 class ChoiceRule(NamedTuple):
-    """What `choose_one`, and its like in Gluon, are told of a rule without groups, as constexprs.
+    """What `choose_all`, and its like in Gluon, are told of a rule without groups, as constexprs.
 
     E experts are RUNS of at most RUN.  ROW: from one split's logits to the next one's.  FIRST, COUNT: experts that are here.
     HAS_ROWS: whether the token may be padding.

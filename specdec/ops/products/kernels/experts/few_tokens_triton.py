@@ -16,14 +16,11 @@ Shared experts that are stored like the others stand in front of the chosen ones
 (R of them).  Their matrices are parts of one: the first one's rows lie below each other, the second one's columns side by side.
 The output of other shared experts is a term of the sum.
 
-A single token's experts may still have to be chosen (CHOOSES): each program then does so, from the logits that the router has
-left in parts.  That takes it little longer than to read one number, and saves the router a wait for its last program.
-
 An id below 0 or beyond the last expert names an expert that is not here, and counts for nothing.
 
 Order of chained launches (specdec/ops/launch.py): both kernels trigger after their wait.  Programs of shared experts know their
-weights, and ask for them before their wait.  With one token the second kernel reads topk_ids, or the logits, for which the
-first one has waited, and asks for its first words before its wait.
+weights, and ask for them before their wait.  With one token the second kernel reads topk_ids, which the first one has waited
+for, and asks for its first words before its wait.
 
 Shapes: T tokens, M tokens padded, K in, N out, E experts, A experts of a token (top_k), R shared ones, D entries of the list:
 those, and the distinct experts that may be chosen, J words of a row, G scales of a row, F = N of the first kernel, S splits.
@@ -41,17 +38,14 @@ from torch import Tensor
 from specdec.ops.launch import chained
 from specdec.ops.products.formats.experts import scales_form
 from specdec.ops.products.kernels.dense.stream_triton import complete, prefetch, result_of, rows_of_tile
-from specdec.ops.products.kernels.experts.choosing_triton import choose_one, of_rule, read_of, rule_of
 from specdec.ops.products.kernels.experts.convert_triton import LARGE
 from specdec.ops.products.kernels.experts.stacked_triton import activated
-from specdec.ops.products.kernels.experts.step_triton import product, sum_over_entries, words_of_entry
+from specdec.ops.products.kernels.experts.step_triton import add_step, no_sums, product, scale_at, unenlarged
 
 if TYPE_CHECKING:
     from specdec.ops.products.experts import Form, SharedExperts, SharedOutput, Stack
-    from specdec.ops.products.routing import Unchosen
     from specdec.ops.products.tiles.experts import ExpertTiles
 
-LATE = False
 MOST = 64  # tokens: bits of a mask
 LEAST = 3  # steps of a split of one token's expert; measured: of two, a layer with experts of 512 takes 29.0 us instead of 27.8
 
@@ -65,19 +59,13 @@ def few_gate_up_kernel(
     bias,  # [E * 2 * N]
     shared,  # words [2 * R * N, J]
     gate,  # [T] float32: what weighs shared experts
-    topk_weights,  # [T, A] float32; if CHOOSES, this kernel writes the only token's, and its topk_ids
+    topk_weights,  # [T, A] float32
     topk_ids,  # [T, A] int64
-    parts,  # of one token's logits, if CHOOSES; this and the next three: see Unchosen
-    router_bias,  # [E]
-    correction,  # [E]
-    active,  # [1]
     y,  # [D, T, N]: rows of tokens that did not choose an expert are not written
     chosen,  # [2, D] int64: the distinct experts in their order; of each a mask whose bit t says whether token t chose it, or 0
     T, stride_x,
-    places,  # A, which the compiler is not to know
     N: tl.constexpr, K: tl.constexpr, J: tl.constexpr, G: tl.constexpr, A: tl.constexpr, EXPERTS: tl.constexpr,
     PADDED_EXPERTS: tl.constexpr, PADDED_A: tl.constexpr, ONE_TOKEN: tl.constexpr, R: tl.constexpr, HAS_GATE: tl.constexpr,
-    CHOOSES: tl.constexpr, RULE: tl.constexpr, WARPS: tl.constexpr,
     KIND: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr, HAS_ZERO_POINTS: tl.constexpr, HAS_BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, ASM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNROLL: tl.constexpr, SLICES: tl.constexpr, STAGES: tl.constexpr,
@@ -90,8 +78,6 @@ def few_gate_up_kernel(
     row_N = tl.where(out_N < N, row_N, 0)  # a row that is not there reads row 0
     if R > 0:
         shared_N = shared + (row_N + row_N // N * (R * N - N) + d * N) * J
-    if CHOOSES:
-        bias_GJ, correction_GJ = of_rule(router_bias, correction, RULE)
     if PDL:
         if R > 0:
             LINE: tl.constexpr = 1024 // qweight.dtype.element_ty.primitive_bitwidth  # words of 128 bytes
@@ -99,18 +85,9 @@ def few_gate_up_kernel(
             prefetch(shared_N[:, None] + ahead[None, :], ((out_N < N) & (d < R))[:, None] & (ahead < J)[None, :])
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    if CHOOSES:
-        expert, weight = choose_one(parts, bias_GJ, correction_GJ, active, d - R, places, RULE, WARPS)
-        if tl.program_id(0) == 0:
-            tl.store(topk_ids + d - R, expert.to(tl.int64), mask=d >= R)
-            tl.store(topk_weights + d - R, weight, mask=d >= R)
-        expert, weight = tl.where(d < R, 0, expert), tl.where(d < R, 1.0, weight)
-        ok_M = (m == 0) & (expert >= 0) & (expert < EXPERTS)
-        weight_M = tl.where(ok_M, weight, 0.0)
-    else:
-        expert, ok_M, weight_M = _of_entry(
-            topk_ids, topk_weights, gate, d, T, A, EXPERTS, PADDED_EXPERTS, PADDED_A, ONE_TOKEN, R, HAS_GATE, BLOCK_M
-        )
+    expert, ok_M, weight_M = _of_entry(
+        topk_ids, topk_weights, gate, d, T, A, EXPERTS, PADDED_EXPERTS, PADDED_A, ONE_TOKEN, R, HAS_GATE, BLOCK_M
+    )
     works = (expert >= 0) & (expert < EXPERTS)
     if not ONE_TOKEN:
         if tl.program_id(0) == 0:
@@ -186,10 +163,6 @@ def few_down_kernel(
     bias,  # [E * N]
     topk_weights,  # [T, A] float32
     topk_ids,  # [T, A] int64
-    parts,  # as above, and the next three
-    router_bias,
-    correction,
-    active,
     chosen,  # [2, D] int64
     shared,  # words [N, R * J]
     output,  # [T, N]: of other shared experts, a term of the sum
@@ -199,8 +172,7 @@ def few_down_kernel(
     arrivals,  # [ARRIVALS] int32, zero before and after
     T,
     N: tl.constexpr, K: tl.constexpr, J: tl.constexpr, G: tl.constexpr, A: tl.constexpr, EXPERTS: tl.constexpr,
-    D: tl.constexpr, PADDED_D: tl.constexpr, ONE_TOKEN: tl.constexpr, R: tl.constexpr, CHOOSES: tl.constexpr,
-    LATE: tl.constexpr, RULE: tl.constexpr, WARPS: tl.constexpr,
+    D: tl.constexpr, PADDED_D: tl.constexpr, ONE_TOKEN: tl.constexpr, R: tl.constexpr,
     KIND: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr, HAS_ZERO_POINTS: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_OUTPUT: tl.constexpr, HAS_GATE: tl.constexpr, ASM: tl.constexpr, PARTIALS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, UNROLL: tl.constexpr,
@@ -211,19 +183,11 @@ def few_down_kernel(
     split, m = tl.program_id(1), tl.arange(0, BLOCK_M)
     if ONE_TOKEN:
         entry, part = split // PARTS, split % PARTS
-        if LATE:
-            tl.extra.cuda.gdc_wait()
-            tl.extra.cuda.gdc_launch_dependents()
-        if CHOOSES:
-            bias_GJ, correction_GJ = of_rule(router_bias, correction, RULE)
-            expert, _ = choose_one(parts, bias_GJ, correction_GJ, active, entry - R, entry - R + 1, RULE, WARPS)
-            expert = tl.where(entry < R, 0, expert).to(tl.int64)
-        else:
-            expert = tl.load(topk_ids + entry - R, mask=entry >= R, other=0, cache_modifier=".cg")
+        expert = tl.load(topk_ids + entry - R, mask=entry >= R, other=0, cache_modifier=".cg")
         is_here = (expert >= 0) & (expert < EXPERTS)
         at_N = tl.where(is_here, expert, 0) * N + row_N
-        qweight_N = words_of_entry(qweight, shared, entry, at_N, row_N, J, R)
-        if PDL and not LATE:
+        qweight_N = _words_of(qweight, shared, entry, at_N, row_N, J, R)
+        if PDL:
             if PREFETCH > 0:
                 LINE: tl.constexpr = 1024 // qweight.dtype.element_ty.primitive_bitwidth  # words of 128 bytes
                 ahead = part * (J // PARTS) + tl.arange(0, PREFETCH // 128) * LINE
@@ -244,7 +208,7 @@ def few_down_kernel(
         count = tl.sum((mask_D != 0).to(tl.int32), 0)
         if BLOCK_M <= 32:
             mask_D = mask_D.to(tl.int32)
-        acc_NM = sum_over_entries(
+        acc_NM = _down(
             x, qweight, scales, zero_points, shared, expert_D, mask_D, i_D, split, count, row_N, T, N, K, J, G, R, KIND,
             GROUP_SIZE, SCALES, HAS_ZERO_POINTS, ASM, BLOCK_M, BLOCK_N, SPLITS, UNROLL, SLICES, STAGES,
         )  # fmt: skip
@@ -267,9 +231,72 @@ def few_down_kernel(
         complete(acc_NM, bias, y, partials, arrivals, tl.program_id(0), split, T, N, BLOCK_M, BLOCK_N, SPLITS, False, False)
 
 
+@triton.jit
+def _entry(list_D, i_D, i):
+    """Entry i of a list.  Registers hold the list: a load would take a stage of the loop's pipeline."""
+    return tl.sum(tl.where(i_D == i, list_D, 0), 0)
+
+
+@triton.jit
+def _words_of(qweight, shared, entry, at_N, row_N, J: tl.constexpr, R: tl.constexpr):
+    """Where rows of an entry of the list begin, which are numbered at_N in the stack of experts."""
+    words_N = qweight + at_N * J
+    if R > 0:
+        words_N = tl.where(entry < R, shared + (row_N.to(tl.int64) * R + entry) * J, words_N)
+    return words_N
+
+
+@triton.jit
+def _down(
+    x, qweight, scales, zero_points, shared, expert_D, mask_D, i_D, split, count, row_N, T,
+    N: tl.constexpr, K: tl.constexpr, J: tl.constexpr, G: tl.constexpr, R: tl.constexpr,
+    KIND: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr, HAS_ZERO_POINTS: tl.constexpr, ASM: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, UNROLL: tl.constexpr, SLICES: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """[N, M] float32: the sum over a split of the columns of all `count` experts of the list."""
+    STEPS: tl.constexpr = (K + 127) // 128
+    RUNS: tl.constexpr = (STEPS + SLICES * UNROLL - 1) // (SLICES * UNROLL)  # of UNROLL steps of each slice
+    SCALED: tl.constexpr = "step" if SCALES == "row" else SCALES  # experts' rows have different scales
+    m = tl.arange(0, BLOCK_M)
+    if SLICES == 1:
+        base = 0
+    else:
+        base = tl.arange(0, SLICES)[:, None] * (RUNS * UNROLL * 128)
+        m, row_N = m[None, :], row_N[None, :]
+    acc_NM = no_sums(BLOCK_N, BLOCK_M, SLICES)
+    LAST: tl.constexpr = STEPS * 128 - 128  # beyond which a slice's steps find no scales
+    low, high = split * (count * RUNS) // SPLITS, (split + 1) * (count * RUNS) // SPLITS
+    first_N = _entry(expert_D, i_D, low // RUNS).to(tl.int64) * N + row_N
+    next_N = scale_at(scales + first_N * G, tl.minimum(base + low % RUNS * (UNROLL * 128), LAST), K, GROUP_SIZE, SCALES)
+    for run in tl.range(low, high, num_stages=STAGES):
+        i, first = run // RUNS, base + run % RUNS * (UNROLL * 128)
+        mask = _entry(mask_D, i_D, i)
+        ok_M = (mask >> m.to(mask_D.dtype) & 1) > 0
+        at_N = _entry(expert_D, i_D, i).to(tl.int64) * N + row_N
+        qweight_N = _words_of(qweight, shared, i, at_N, row_N, J, R)
+        x_M = x + (i * T + m).to(tl.int64) * K
+        for n in tl.static_range(UNROLL):
+            at, now_N = first + n * 128, next_N
+            if n < UNROLL - 1:
+                next_N = scale_at(scales + at_N * G, tl.minimum(at + 128, LAST), K, GROUP_SIZE, SCALES)
+            elif SCALES != "none":
+                after = tl.minimum(run + 1, high - 1)
+                after_N = _entry(expert_D, i_D, after // RUNS).to(tl.int64) * N + row_N
+                column = tl.minimum(base + after % RUNS * (UNROLL * 128), LAST)
+                next_N = scale_at(scales + after_N * G, column, K, GROUP_SIZE, SCALES)
+            acc_NM = add_step(
+                acc_NM, x_M, ok_M, qweight_N, scales + at_N * G, zero_points + at_N * G, now_N, at, K,
+                KIND, GROUP_SIZE, SCALED, HAS_ZERO_POINTS, ASM, False, STEPS % (SLICES * UNROLL) == 0, SLICES,
+            )  # fmt: skip
+    if SLICES > 1:
+        acc_NM = tl.sum(acc_NM, 0)
+    return unenlarged(acc_NM, KIND, ASM)
+
+
 def launch_few_gate_up(
     x_TH: Tensor, stack: Stack, form: Form, topk_weights_TK: Tensor, topk_ids_TK: Tensor, tiles: ExpertTiles,
-    shared: SharedExperts | None = None, choice: Unchosen | None = None,
+    shared: SharedExperts | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(activations times the tokens' weights [D, T, F]; the chosen experts and the masks of their tokens, [2, D] int64).
 
@@ -289,9 +316,8 @@ def launch_few_gate_up(
     chosen_2D = torch.empty(2, D, dtype=torch.int64, device=device)
     few_gate_up_kernel[(triton.cdiv(N, tiles.block_n // parts), D)](
         x_TH, *arguments, shared.gate_up_GH if shared else arguments[0], _gate_of(shared, topk_weights_TK), topk_weights_TK,
-        topk_ids_TK, *read_of(choice, topk_weights_TK), y_DTF, chosen_2D, T, x_TH.stride(0), A, **values | {"N": N},
-        **rule_of(choice), WARPS=tiles.warps, A=A, PADDED_EXPERTS=triton.next_power_of_2(E),
-        PADDED_A=triton.next_power_of_2(A), ONE_TOKEN=T == 1, R=R,
+        topk_ids_TK, y_DTF, chosen_2D, T, x_TH.stride(0), **values | {"N": N},
+        A=A, PADDED_EXPERTS=triton.next_power_of_2(E), PADDED_A=triton.next_power_of_2(A), ONE_TOKEN=T == 1, R=R,
         HAS_GATE=shared is not None and shared.gate_T1 is not None, **epilogue(form.activation),
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, UNROLL=tiles.unroll, SLICES=tiles.slices, STAGES=tiles.stages,
         PREFETCH=tiles.prefetch, num_warps=tiles.warps, num_stages=tiles.stages, **chained(device),
@@ -301,7 +327,7 @@ def launch_few_gate_up(
 
 def launch_few_down(
     gated: tuple[Tensor, Tensor], stack: Stack, form: Form, topk_weights_TK: Tensor, topk_ids_TK: Tensor,
-    tiles: ExpertTiles, shared: SharedExperts | SharedOutput | None, store_partials: bool, choice: Unchosen | None = None,
+    tiles: ExpertTiles, shared: SharedExperts | SharedOutput | None, store_partials: bool,
 ) -> Tensor:  # fmt: skip
     """[T, N], or with store_partials and more splits than one [S, T, N] float32: the sum over experts.
 
@@ -327,15 +353,12 @@ def launch_few_down(
     num_tiles, store_partials = triton.cdiv(N, tiles.block_n), store_partials and splits > 1
     y, partials, arrivals = result_of(x_DTK[0], N, splits, num_tiles, tiles.block_n, tiles.block_m, store_partials)
     few_down_kernel[(num_tiles, splits)](
-        x_DTK, *arguments, topk_weights_TK, topk_ids_TK, *read_of(choice, topk_weights_TK), chosen_2D, words,
-        none if output is None else output,
-        topk_weights_TK if output is None else _gate_of(shared, topk_weights_TK), y, partials, arrivals, T, **values,
-        **rule_of(None if LATE else choice), LATE=choice is not None and LATE, WARPS=tiles.warps, A=A, D=D,
+        x_DTK, *arguments, topk_weights_TK, topk_ids_TK, chosen_2D, words, none if output is None else output,
+        topk_weights_TK if output is None else _gate_of(shared, topk_weights_TK), y, partials, arrivals, T, **values, A=A, D=D,
         PADDED_D=triton.next_power_of_2(D), ONE_TOKEN=T == 1, R=R, HAS_OUTPUT=output is not None,
         HAS_GATE=output is not None and shared is not None and shared.gate_T1 is not None, PARTIALS=store_partials,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, SPLITS=splits, PARTS=parts, UNROLL=tiles.unroll, SLICES=tiles.slices,
-        STAGES=tiles.stages, PREFETCH=tiles.prefetch, num_warps=tiles.warps, num_stages=tiles.stages,
-        **chained(x_DTK.device),
+        STAGES=tiles.stages, PREFETCH=tiles.prefetch, num_warps=tiles.warps, num_stages=tiles.stages, **chained(x_DTK.device),
     )  # fmt: skip
     return y
 

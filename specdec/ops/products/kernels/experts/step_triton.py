@@ -83,8 +83,6 @@ def add_step(
 ):  # fmt: skip
     """acc_NM plus the products of a step's columns, the first of which is `at`.  now_N: their scale, or scales.
 
-    here_N: whether a row's words are to be read; None: all are.
-
     EXISTS: whether each step does.  With slices, `at` is [S, 1], and sizes N and M are those of [1, N] and [1, M].
     """
     FOUR: tl.constexpr = KIND == "int4" or KIND == "e2m1"
@@ -216,66 +214,3 @@ def _zero(zero_points_N, column, K: tl.constexpr, GROUP_SIZE: tl.constexpr, DTYP
 def _power(word_N):
     """2^(e - 127) of the exponent in the lowest 8 bits; 0 in place of 2^-127, which float32 has no normal number for."""
     return tl.expand_dims(((word_N & 0xFF) << 23).to(tl.float32, bitcast=True), -1)
-
-
-@triton.jit
-def _entry(list_D, i_D, i):
-    """Entry i of a list.  Registers hold the list: a load would take a stage of the loop's pipeline."""
-    return tl.sum(tl.where(i_D == i, list_D, 0), 0)
-
-
-@triton.jit
-def words_of_entry(qweight, shared, entry, at_N, row_N, J: tl.constexpr, R: tl.constexpr):
-    """Where rows of an entry of the list begin, which are numbered at_N in the stack of experts."""
-    words_N = qweight + at_N * J
-    if R > 0:
-        words_N = tl.where(entry < R, shared + (row_N.to(tl.int64) * R + entry) * J, words_N)
-    return words_N
-
-
-@triton.jit
-def sum_over_entries(
-    x, qweight, scales, zero_points, shared, expert_D, mask_D, i_D, split, count, row_N, T,
-    N: tl.constexpr, K: tl.constexpr, J: tl.constexpr, G: tl.constexpr, R: tl.constexpr,
-    KIND: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr, HAS_ZERO_POINTS: tl.constexpr, ASM: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, UNROLL: tl.constexpr, SLICES: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
-    """[N, M] float32: the sum over a split of the columns of all `count` experts of the list."""
-    STEPS: tl.constexpr = (K + 127) // 128
-    RUNS: tl.constexpr = (STEPS + SLICES * UNROLL - 1) // (SLICES * UNROLL)  # of UNROLL steps of each slice
-    SCALED: tl.constexpr = "step" if SCALES == "row" else SCALES  # experts' rows have different scales
-    m = tl.arange(0, BLOCK_M)
-    if SLICES == 1:
-        base = 0
-    else:
-        base = tl.arange(0, SLICES)[:, None] * (RUNS * UNROLL * 128)
-        m, row_N = m[None, :], row_N[None, :]
-    acc_NM = no_sums(BLOCK_N, BLOCK_M, SLICES)
-    LAST: tl.constexpr = STEPS * 128 - 128  # beyond which a slice's steps find no scales
-    low, high = split * (count * RUNS) // SPLITS, (split + 1) * (count * RUNS) // SPLITS
-    first_N = _entry(expert_D, i_D, low // RUNS).to(tl.int64) * N + row_N
-    next_N = scale_at(scales + first_N * G, tl.minimum(base + low % RUNS * (UNROLL * 128), LAST), K, GROUP_SIZE, SCALES)
-    for run in tl.range(low, high, num_stages=STAGES):
-        i, first = run // RUNS, base + run % RUNS * (UNROLL * 128)
-        mask = _entry(mask_D, i_D, i)
-        ok_M = (mask >> m.to(mask_D.dtype) & 1) > 0
-        at_N = _entry(expert_D, i_D, i).to(tl.int64) * N + row_N
-        qweight_N = words_of_entry(qweight, shared, i, at_N, row_N, J, R)
-        x_M = x + (i * T + m).to(tl.int64) * K
-        for n in tl.static_range(UNROLL):
-            at, now_N = first + n * 128, next_N
-            if n < UNROLL - 1:
-                next_N = scale_at(scales + at_N * G, tl.minimum(at + 128, LAST), K, GROUP_SIZE, SCALES)
-            elif SCALES != "none":
-                after = tl.minimum(run + 1, high - 1)
-                after_N = _entry(expert_D, i_D, after // RUNS).to(tl.int64) * N + row_N
-                column = tl.minimum(base + after % RUNS * (UNROLL * 128), LAST)
-                next_N = scale_at(scales + after_N * G, column, K, GROUP_SIZE, SCALES)
-            acc_NM = add_step(
-                acc_NM, x_M, ok_M, qweight_N, scales + at_N * G, zero_points + at_N * G, now_N, at, K,
-                KIND, GROUP_SIZE, SCALED, HAS_ZERO_POINTS, ASM, False, STEPS % (SLICES * UNROLL) == 0, SLICES,
-            )  # fmt: skip
-    if SLICES > 1:
-        acc_NM = tl.sum(acc_NM, 0)
-    return unenlarged(acc_NM, KIND, ASM)

@@ -1,4 +1,4 @@
-"""The choice of a single token's experts for kernels in Gluon: what choosing_triton.py's `choose_one` is for those in Triton.
+"""The choice of a single token's experts for kernels in Gluon: what choosing_triton.py's `choose_all` is for a router's.
 
 Each warp chooses by itself: its lanes hold neighbouring experts.  The rules are those that know no groups of experts.
 

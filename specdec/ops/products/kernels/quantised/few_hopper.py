@@ -3,12 +3,14 @@
 Words go from memory to registers, in the order in which the tensor cores take them, and through no shared memory
 (units_hopper.py).  Each warp of a program has a run of units; sums are added up over warps at the end.
 
-- Gate and up: a program takes a tile of rows of one pair's expert, or several in turn, if the pair is the first with that
-  expert: 8 rows of the gate, if there is one, alternate with 8 of up.  Programs of the first tile write a list for the second kernel: of each
+- Gate and up: a program takes a tile of rows of one pair's expert, if the pair is the first with that expert: 8 rows of
+  the gate, if there is one, alternate with 8 of up.  Programs of the first tile write a list for the second kernel: of each
   expert in use a word, with its number, its place in y and a mask of the tokens that chose it, and at last how many there are.
 - Down: a program takes a tile of rows of all experts in use (or its split of their units), in one run.
 
-Ids, sums, shared experts and splits are treated as few_tokens_triton.py does, and so are weights of tokens.
+Ids, sums, shared experts and splits are treated as few_tokens_triton.py does, and so are weights of tokens.  A single token's
+experts may still have to be chosen (CHOOSES): each warp does so, from the logits that the router has left in parts.  That takes
+it a little longer than to read a number, and saves the router the wait for its last program.
 
 Order of chained launches (specdec/ops/launch.py): both kernels trigger after their wait.  With one token the second kernel
 reads topk_ids, or the logits, for which the first one has waited, and loads its first words before its wait.
@@ -33,23 +35,13 @@ from specdec.ops.products.kernels.dense.stream_triton import result_of
 from specdec.ops.products.kernels.experts.choosing_triton import read_of, rule_of
 from specdec.ops.products.kernels.quantised.choosing_hopper import choose_places, of_experts
 from specdec.ops.products.kernels.quantised.parts_hopper import complete, weight_rows
-from specdec.ops.products.kernels.quantised.units_hopper import (
-    add_columns,
-    add_run,
-    columns_of_run,
-    load_units,
-    loads_stay_in_front,
-    own_expert,
-    sums_of_units,
-    whole_sum,
-)
+from specdec.ops.products.kernels.quantised.units_hopper import load_units, own_expert, sums_of_units
 
 if TYPE_CHECKING:
     from specdec.ops.products.experts import Form, SharedOutput
     from specdec.ops.products.routing import Unchosen
     from specdec.ops.products.tiles.experts import ExpertTiles
 
-LATE = False
 MOST = 8  # tokens
 REGISTERS = 128  # of a thread, at most: a second program of 8 warps fits on an SM
 MOST_PAIRS, MOST_EXPERTS = 64, 1 << 15  # by the bits of a word of the list
@@ -74,7 +66,7 @@ def few_gate_up_hopper_kernel(
     N: gl.constexpr, K: gl.constexpr, UNITS: gl.constexpr, G: gl.constexpr, GROUP_UNITS: gl.constexpr, A: gl.constexpr,
     PADDED_P: gl.constexpr, EXPERTS: gl.constexpr, KIND: gl.constexpr, HAS_BIAS: gl.constexpr,
     ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, ONE: gl.constexpr, BLOCK_N: gl.constexpr,
-    TURNS: gl.constexpr, CHOOSES: gl.constexpr, RULE: gl.constexpr, AHEAD: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
+    CHOOSES: gl.constexpr, RULE: gl.constexpr, AHEAD: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     if CHOOSES:
         biases = of_experts(router_bias, RULE.HAS_BIAS, RULE, num_warps)
@@ -107,98 +99,52 @@ def few_gate_up_hopper_kernel(
         CHUNK: gl.constexpr = (UNITS + num_warps - 1) // num_warps
         ENLARGES: gl.constexpr = KIND == "e2m1"
         PARTS: gl.constexpr = 2 if ACTIVATION == "swiglu" else 1
-        RUNS: gl.constexpr = (CHUNK + AHEAD - 1) // AHEAD
-        KEEPS: gl.constexpr = ONE and RUNS == 1  # columns of x, which all tiles are multiplied with
+        tile = gl.program_id(0)
+        row_N = (
+            _rows(tile, N, BLOCK_N, PARTS, gl.SliceLayout(0, gl.SliceLayout(2, words_layout))),
+            _rows(tile, N, BLOCK_N, PARTS, gl.SliceLayout(0, gl.SliceLayout(2, layout))),
+        )
         first_row = expert.to(gl.int64) * (PARTS * N)
         qweight += first_row * (UNITS * 16)
         scales += first_row * G
-        bias += first_row
         s = gl.arange(0, num_warps, of_slices)
-        weight_M = _weights_of_tokens(topk_weights, topk_ids, expert, own_weight, T, A, ONE, gl.SliceLayout(0, out))
-        first, apart = gl.program_id(0), gl.num_programs(0)
-        steps = (gl.cdiv(N, BLOCK_N // PARTS) - first + apart - 1) // apart * RUNS
         slices = own_expert(s * 0, s * 0, s * 0 + mask, s * CHUNK, CHUNK)
-        rows = _tile_rows(first, N, BLOCK_N, PARTS, layout, words_layout)
-        words, scale, at_units = load_units(
-            qweight, scales, rows, slices, 0, AHEAD, PARTS * N, UNITS, G, GROUP_UNITS, False, words_layout,
+        loaded = load_units(
+            qweight, scales, row_N, slices, 0, AHEAD, PARTS * N, UNITS, G, GROUP_UNITS, False, words_layout,
             gl.SliceLayout(2, layout),
         )  # fmt: skip
-        if TURNS == 1:
-            acc = sums_of_units(
-                x, stride_x, 0, qweight, scales, rows, slices, RUNS, (words, scale, at_units), K, PARTS * N, UNITS, G,
-                GROUP_UNITS, KIND, False, ONE, ENLARGES, AHEAD, BLOCK_N, layout, words_layout, x_layout,
-            )  # fmt: skip
-            _store_tile(
-                acc, bias, y, weight_M, mask, first, pair, T, N, HAS_BIAS, ACTIVATION, ALPHA, LIMIT, ENLARGES, BLOCK_N, PARTS,
-                out,
-            )  # fmt: skip
-        else:
-            if KEEPS:
-                columns = columns_of_run(x, stride_x, 0, at_units, K, ONE, ENLARGES, AHEAD, x_layout)
-            acc = gl.zeros([num_warps, BLOCK_N, 8], gl.float32, layout)
-            loads_stay_in_front()
-            for step in range(steps):
-                tile, run = first + step // RUNS * apart, step % RUNS
-                after = step + 1  # whose words come while this step's are multiplied; after the last one, nobody's
-                slices = own_expert(s * 0, s * 0, gl.where(after < steps, s * 0 + mask, 0), s * CHUNK, CHUNK)
-                rows = _tile_rows(first + after // RUNS * apart, N, BLOCK_N, PARTS, layout, words_layout)
-                next_words, next_scale, next_at = load_units(
-                    qweight, scales, rows, slices, after % RUNS * AHEAD, AHEAD, PARTS * N, UNITS, G, GROUP_UNITS, False,
-                    words_layout, gl.SliceLayout(2, layout),
-                )  # fmt: skip
-                loads_stay_in_front()
-                if KEEPS:
-                    acc = add_columns(acc, columns, words, scale, KIND, ONE, AHEAD, layout)
-                else:
-                    acc = add_run(acc, x, stride_x, 0, words, scale, at_units, K, KIND, ONE, ENLARGES, AHEAD, layout, x_layout)
-                if run == RUNS - 1:
-                    total = whole_sum(acc, KIND)
-                    _store_tile(
-                        total, bias, y, weight_M, mask, tile, pair, T, N, HAS_BIAS, ACTIVATION, ALPHA, LIMIT, ENLARGES, BLOCK_N,
-                        PARTS, out,
-                    )  # fmt: skip
-                    acc = gl.zeros([num_warps, BLOCK_N, 8], gl.float32, layout)
-                words, scale, at_units = next_words, next_scale, next_at
-
-
-@gluon.jit
-def _tile_rows(tile, N, BLOCK_N: gl.constexpr, PARTS: gl.constexpr, layout: gl.constexpr, words_layout: gl.constexpr):
-    """A tile's rows of gate and up, in the layouts of words and of scales."""
-    return (
-        _rows(tile, N, BLOCK_N, PARTS, gl.SliceLayout(0, gl.SliceLayout(2, words_layout))),
-        _rows(tile, N, BLOCK_N, PARTS, gl.SliceLayout(0, gl.SliceLayout(2, layout))),
-    )
-
-
-@gluon.jit
-def _store_tile(
-    acc, bias, y, weight_M, mask, tile, pair, T, N: gl.constexpr, HAS_BIAS: gl.constexpr, ACTIVATION: gl.constexpr,
-    ALPHA: gl.constexpr, LIMIT: gl.constexpr, ENLARGES: gl.constexpr, BLOCK_N: gl.constexpr, PARTS: gl.constexpr,
-    out: gl.constexpr,
-):  # fmt: skip
-    """Biases, activation and the tokens' weights of a tile's sums [N, M]."""
-    m = gl.arange(0, 8, gl.SliceLayout(0, out))
-    if HAS_BIAS:
-        acc += gl.load(bias + _rows(tile, N, BLOCK_N, PARTS, gl.SliceLayout(1, out))).to(gl.float32)[:, None]
-    out_N = _places(tile, BLOCK_N, PARTS, gl.SliceLayout(1, out))
-    ok = ((out_N < N)[:, None] & ((m < T) & ((mask >> m & 1) > 0))[None, :]).to(gl.int32)
-    at = ((pair * T + m) * N)[None, :] + out_N[:, None]
-    weight = gl.zeros([BLOCK_N, 8], gl.float32, out) + weight_M[None, :]
-    if PARTS == 2:
-        gate, up = _pair(acc, BLOCK_N)
-        at, _ = _pair(at, BLOCK_N)
-        ok, _ = _pair(ok, BLOCK_N)
-        weight, _ = _pair(weight, BLOCK_N)
-        if LIMIT > 0:
-            gate = gl.minimum(gate, LIMIT)
-            up = gl.minimum(gl.maximum(up, -LIMIT), LIMIT) + 1
-        result = gate / (1 + gl.exp(-ALPHA * gate)) * up * weight
-    else:  # relu2; of what is no number, none
-        positive = gl.where(acc < 0, 0.0, acc)
-        result = positive * positive * weight
-    if ENLARGES:  # the second kernel, whose values are of the same kind, need not
-        result *= 18446744073709551616.0  # LARGE
-    gl.store(y + at, result.to(y.dtype.element_ty), mask=ok != 0)
+        m = gl.arange(0, 8, gl.SliceLayout(0, out))
+        weight_M = _weights_of_tokens(topk_weights, topk_ids, expert, own_weight, T, A, ONE, gl.SliceLayout(0, out))
+        row = _rows(tile, N, BLOCK_N, PARTS, gl.SliceLayout(1, out))
+        bias_N = (
+            gl.load(bias + first_row + row).to(gl.float32)
+            if HAS_BIAS
+            else gl.zeros([BLOCK_N], gl.float32, gl.SliceLayout(1, out))
+        )
+        acc = sums_of_units(
+            x, stride_x, 0, qweight, scales, row_N, slices, (CHUNK + AHEAD - 1) // AHEAD, loaded, K, PARTS * N, UNITS, G,
+            GROUP_UNITS, KIND, False, ONE, ENLARGES, AHEAD, BLOCK_N, layout, words_layout, x_layout,
+        )  # fmt: skip
+        acc += bias_N[:, None]
+        out_N = _places(tile, BLOCK_N, PARTS, gl.SliceLayout(1, out))
+        ok = ((out_N < N)[:, None] & ((m < T) & ((mask >> m & 1) > 0))[None, :]).to(gl.int32)
+        at = ((pair * T + m) * N)[None, :] + out_N[:, None]
+        weight = gl.zeros([BLOCK_N, 8], gl.float32, out) + weight_M[None, :]
+        if PARTS == 2:
+            gate, up = _pair(acc, BLOCK_N)
+            at, _ = _pair(at, BLOCK_N)
+            ok, _ = _pair(ok, BLOCK_N)
+            weight, _ = _pair(weight, BLOCK_N)
+            if LIMIT > 0:
+                gate = gl.minimum(gate, LIMIT)
+                up = gl.minimum(gl.maximum(up, -LIMIT), LIMIT) + 1
+            result = gate / (1 + gl.exp(-ALPHA * gate)) * up * weight
+        else:  # relu2; of what is no number, none
+            positive = gl.where(acc < 0, 0.0, acc)
+            result = positive * positive * weight
+        if ENLARGES:  # the second kernel, whose values are of the same kind, need not
+            result *= 18446744073709551616.0  # LARGE
+        gl.store(y + at, result.to(y.dtype.element_ty), mask=ok != 0)
 
 
 @gluon.jit
@@ -288,7 +234,7 @@ def few_down_hopper_kernel(
     N: gl.constexpr, K: gl.constexpr, UNITS: gl.constexpr, G: gl.constexpr, GROUP_UNITS: gl.constexpr, A: gl.constexpr,
     PADDED_A: gl.constexpr, EXPERTS: gl.constexpr, KIND: gl.constexpr, HAS_BIAS: gl.constexpr,
     HAS_SHARED: gl.constexpr, HAS_GATE: gl.constexpr, ONE: gl.constexpr, STORE_PARTIALS: gl.constexpr, BLOCK_N: gl.constexpr,
-    SPLITS: gl.constexpr, CHOOSES: gl.constexpr, LATE: gl.constexpr, RULE: gl.constexpr, AHEAD: gl.constexpr, PDL: gl.constexpr,
+    SPLITS: gl.constexpr, CHOOSES: gl.constexpr, RULE: gl.constexpr, AHEAD: gl.constexpr, PDL: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
     layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [num_warps, 1, 1], [1, 16, 8])
@@ -307,9 +253,6 @@ def few_down_hopper_kernel(
         PER: gl.constexpr = num_warps * SPLITS // PADDED_A  # slices of an expert
         CHUNK: gl.constexpr = (UNITS + PER - 1) // PER
         number = (split * num_warps + s) // PER
-        if LATE:
-            gdc_wait()
-            gdc_launch_dependents()
         if CHOOSES:
             biases = of_experts(router_bias, RULE.HAS_BIAS, RULE, num_warps)
             corrections = of_experts(correction, RULE.HAS_CORRECTION, RULE, num_warps)
@@ -322,7 +265,7 @@ def few_down_hopper_kernel(
         loaded = load_units(
             qweight, scales, row_N, slices, 0, AHEAD, N, UNITS, G, GROUP_UNITS, not ONE, words_layout, of_scales
         )
-        if PDL and not LATE:
+        if PDL:
             gdc_wait()
             gdc_launch_dependents()
     else:
@@ -395,10 +338,11 @@ def launch_few_gate_up_hopper(
     assert topk_ids_TK.is_contiguous() and topk_weights_TK.is_contiguous() and topk_weights_TK.dtype == torch.float32
     y_PTN = x_TH.new_empty(P, T, N)
     entries = torch.empty(P + 1, dtype=torch.int32, device=x_TH.device)
-    few_gate_up_hopper_kernel[(triton.cdiv(N, tiles.block_n // parts * tiles.stages), P)](
+    few_gate_up_hopper_kernel[(triton.cdiv(N, tiles.block_n // parts), P)](
         x_TH, *arguments, topk_weights_TK, topk_ids_TK, *read_of(choice, topk_weights_TK), y_PTN, entries, T,
-        x_TH.stride(0), A, N=N, **values, A=A, PADDED_P=max(32, triton.next_power_of_2(P)), **epilogue(form.activation),
-        **rule_of(choice), ONE=T == 1, BLOCK_N=tiles.block_n, TURNS=tiles.stages, AHEAD=tiles.unroll, num_warps=tiles.warps, maxnreg=REGISTERS,
+        x_TH.stride(0), A, N=N, **values, **rule_of(choice), A=A,
+        PADDED_P=max(32, triton.next_power_of_2(P)), **epilogue(form.activation), ONE=T == 1, BLOCK_N=tiles.block_n,
+        AHEAD=tiles.unroll, num_warps=tiles.warps, maxnreg=REGISTERS,
         **chained(x_TH.device),
     )  # fmt: skip
     return y_PTN, entries
@@ -420,8 +364,8 @@ def launch_few_down_hopper(
     assert gate is None or (gate.is_contiguous() and gate.dtype == torch.float32 and gate.numel() == T)
     few_down_hopper_kernel[(num_tiles, tiles.splits)](
         x_PTK, *arguments, topk_weights_TK, topk_ids_TK, *read_of(choice, topk_weights_TK), entries,
-        none if shared is None else shared.out_TH,
-        none if gate is None else gate, y, partials, arrivals, T, A, N=N, **values, **rule_of(None if LATE else choice), LATE=choice is not None and LATE, A=A,
+        none if shared is None else shared.out_TH, none if gate is None else gate, y, partials, arrivals, T, A, N=N, **values,
+        **rule_of(choice), A=A,
         PADDED_A=triton.next_power_of_2(A), HAS_SHARED=shared is not None,
         HAS_GATE=gate is not None, ONE=T == 1, STORE_PARTIALS=store_partials, BLOCK_N=tiles.block_n, SPLITS=tiles.splits,
         AHEAD=tiles.unroll, num_warps=tiles.warps, maxnreg=REGISTERS,

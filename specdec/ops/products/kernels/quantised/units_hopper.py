@@ -184,26 +184,20 @@ def sums_of_units(
     SLICES: gl.constexpr = gl.num_warps()
     acc = gl.zeros([SLICES, BLOCK_N, 8], gl.float32, layout)
     words, scale, places = loaded
-    loads_stay_in_front()
+    _loads_stay_in_front()
     for run in range(1, runs):
         next_words, next_scale, next_places = load_units(
             qweight, scales, row_N, slices, run * AHEAD, AHEAD, ROWS, UNITS, G, GROUP_UNITS, LISTED, words_layout,
             gl.SliceLayout(2, layout),
         )  # fmt: skip
-        loads_stay_in_front()
-        acc = add_run(
+        _loads_stay_in_front()
+        acc = _add_run(
             acc, x, stride_x, stride_place, words, scale, places, K, KIND, ONE, ENLARGES, AHEAD, layout, x_layout
         )  # fmt: skip
         words, scale, places = next_words, next_scale, next_places
-    acc = add_run(
+    acc = _add_run(
         acc, x, stride_x, stride_place, words, scale, places, K, KIND, ONE, ENLARGES, AHEAD, layout, x_layout
     )  # fmt: skip
-    return whole_sum(acc, KIND)
-
-
-@gluon.jit
-def whole_sum(acc, KIND: gl.constexpr):
-    """[N, M] of the sums of all slices."""
     total = gl.sum(acc, axis=0)
     if KIND == "e2m1":
         total *= 4.611686018427388e18  # 2^(126 - 64): what the places of quantised values' bits and LARGE have multiplied by
@@ -211,33 +205,13 @@ def whole_sum(acc, KIND: gl.constexpr):
 
 
 @gluon.jit
-def loads_stay_in_front():
+def _loads_stay_in_front():
     """Keeps the assembler from moving loads to where their words are needed, which saves registers and waits for each load."""
     gl.inline_asm_elementwise("bar.warp.sync 0xffffffff; // dummy $0", "=r", [], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def columns_of_run(
-    x, stride_x, stride_place, places, K: gl.constexpr, ONE: gl.constexpr, ENLARGES: gl.constexpr, AHEAD: gl.constexpr,
-    x_layout: gl.constexpr,
-):  # fmt: skip
-    """Columns of x of AHEAD units, for `add_columns`."""
-    columns = (load_columns(x, stride_x, stride_place, places[0], K, ONE, ENLARGES, x_layout),)
-    for n in gl.static_range(1, AHEAD):
-        columns = columns + (load_columns(x, stride_x, stride_place, places[n], K, ONE, ENLARGES, x_layout),)  # type: ignore[assignment]
-    return columns
-
-
-@gluon.jit
-def add_columns(acc, columns, words, scale, KIND: gl.constexpr, ONE: gl.constexpr, AHEAD: gl.constexpr, layout: gl.constexpr):
-    """acc plus the products of AHEAD units with columns that are loaded already."""
-    for n in gl.static_range(AHEAD):
-        acc = add_unit(acc, words[n], columns[n], scale[n], layout, KIND, ONE)
-    return acc
-
-
-@gluon.jit
-def add_run(
+def _add_run(
     acc, x, stride_x, stride_place, words, scale, places, K: gl.constexpr, KIND: gl.constexpr, ONE: gl.constexpr,
     ENLARGES: gl.constexpr, AHEAD: gl.constexpr, layout: gl.constexpr,
     x_layout: gl.constexpr,
