@@ -16,8 +16,8 @@ ExpertsKind = Kind | Literal["dense"]
 ExpertsKernel = Literal["mixture_triton", "few_tokens_triton", "few_hopper"]
 # Up to so many tokens router_triton.py chooses experts, and router_many_triton.py for more.
 MOST_ROUTED = 256
-# Up to so many tokens few_tokens_triton.py multiplies with experts of these kinds; beyond them, and with other kinds, the other
-# kernels or a library are faster.  Measured on an H200 by benchmarks products.few_tokens.
+# Up to so many tokens few_tokens_triton.py multiplies with experts of these kinds; beyond them, and with other kinds, others
+# are faster.  Measured on an H200 by benchmarks products.few_tokens.
 # Of gpt-oss-20b's size in e2m1, 6 tokens: a layer 64 us with 8 experts in use, 99 with 17 (mixture_triton.py 72 with 7, 101 with
 # 16; few_hopper.py 58 with 7, 107 with 17).
 MOST_TOKENS: dict[ExpertsKind, int] = {"dense": 64, "e4m3": 8, "int4": 8, "e2m1": 6}
@@ -84,8 +84,8 @@ class ExpertTiles(NamedTuple):
 class MixtureTiles(NamedTuple):
     """Which kernel computes a mixture, and what its programs work on in the two products of an MLP.
 
-    chooses: whether few_hopper.py chooses a single token's experts itself.  On an H200 a layer of Qwen3-30B-A3B's size in int4
-    takes 16.4 us in place of 17.9 then, one of gpt-oss's in e2m1 as long as before, and in few_tokens_triton.py it takes longer.
+    chooses: whether few_hopper.py chooses a single token's experts itself.  On an H200 a layer of Qwen3-30B-A3B's size in
+    int4 takes 16.4 us then in place of 17.9, and one of gpt-oss's in e2m1 as long as before.
     """
 
     kernel: ExpertsKernel
