@@ -68,6 +68,9 @@ class ScaledRouter(Router):
         weights_TK = weights_TK * self.scale_E[ids_TK]
         return *((weights_TK, ids_TK) if kept is None else own_pairs(weights_TK, ids_TK, *kept)), shared
 
+    def unchosen(self, x_1H: Tensor, kept: Kept | None = None) -> None:
+        """Nothing: the kernels of experts know no scale."""
+
 
 class GemmaMixture(MixtureOfExperts):
     """The mixture beside a layer's MLP, which `ExpertsConfig.shared_size` counts, and which stands in the layer."""

@@ -17,7 +17,7 @@ from specdec.models.layers import MLP, ReluMLP
 from specdec.models.linear import Linear, LinearStack
 from specdec.models.making import new_weight
 from specdec.models.mixtures.live import live_now
-from specdec.models.mixtures.products import SharedMLP, mixture
+from specdec.models.mixtures.products import SharedMLP, chooses, mixture
 from specdec.models.mixtures.router import Router
 from specdec.models.mixtures.rules import ExpertsConfig
 from specdec.ops.operator import is_traced
@@ -67,17 +67,18 @@ class MixtureOfExperts(nn.Module):
         """
         live, experts = None if is_traced(x_TH) else live_now(), self.experts
         skips = experts.own is not None or live is not None
-        topk_weights_TK, topk_ids_TK, shared_T1 = self.router(
-            x_TH if routed_TH is None else routed_TH, Kept(experts.held, live) if skips else None
-        )
-        if self.watch is not None:
-            self.watch(topk_ids_TK)
         stacks, numerics = (self.gate_up_proj, self.down_proj), self.router.numerics
         form = Form(experts.activation, self.gate_up_bias_EG, self.down_bias_EH, skips)
+        read_TH, kept, choice = x_TH if routed_TH is None else routed_TH, Kept(experts.held, live) if skips else None, None
+        if self.watch is None and self.to_latents is None and chooses(x_TH, experts.router.top_k, *stacks, form, numerics):
+            choice = self.router.unchosen(read_TH, kept)
+        topk_weights_TK, topk_ids_TK, shared_T1 = self.router(read_TH, kept) if choice is None else choice.out
+        if self.watch is not None:
+            self.watch(topk_ids_TK)
         shared = None if self.shared is None else SharedMLP(self.shared, shared_T1)
         partials = partials and self.is_alone
         if self.to_latents is None or self.from_latents is None:
-            return mixture(x_TH, topk_weights_TK, topk_ids_TK, *stacks, form, numerics, shared, partials)
+            return mixture(x_TH, topk_weights_TK, topk_ids_TK, *stacks, form, numerics, shared, partials, choice)
         latents_TH = mixture(self.to_latents(x_TH), topk_weights_TK, topk_ids_TK, *stacks, form, numerics)
         out_TH = self.from_latents(latents_TH, partials=partials)
         if shared is not None and partials and shared_T1 is None:

@@ -37,6 +37,7 @@ from specdec.ops.products.experts import (
 from specdec.ops.products.grouped import grouped_linear, has_grouped_product, place_pairs
 from specdec.ops.products.numerics import FAST, Numerics
 from specdec.ops.products.partials import Partials
+from specdec.ops.products.routing import Unchosen
 from specdec.ops.products.stacked import experts_linear, spread_rows, weighted_sum
 from specdec.ops.products.tiles.experts import GroupedTiles, MixtureTiles, StackedTiles
 
@@ -65,25 +66,22 @@ MAX_COPIED = 1 << 30  # bytes of experts' weights that gathered_experts may copy
 
 def mixture(
     x_TH: Tensor, topk_weights_TK: Tensor, topk_ids_TK: Tensor, gate_up: LinearStack, down: LinearStack, form: Form = PLAIN,
-    numerics: Numerics = FAST, shared: SharedMLP | None = None, partials: bool = False,
+    numerics: Numerics = FAST, shared: SharedMLP | None = None, partials: bool = False, choice: Unchosen | None = None,
 ) -> Tensor | Partials:  # fmt: skip
     """[T, H]: the weighted sum of each token's top-k experts, and the shared experts' output, if there are any.
 
     It is computed by the kernels for experts, or by torch's products.
     gate_up: gate and up projections; up projections alone where the form has no gate.
     topk_ids: numbers of matrices of the stacks.  partials: whether the caller can add up split-K partials.
+    choice: where `chooses` says so: the only token's logits, in place of its weights and ids.
     """
-    experts: Experts
-    if gate_up.qweight is not None and down.qweight is not None:
-        experts = QuantisedExperts(gate_up.qweight, down.qweight, form)
-    else:
-        experts = DenseExperts(gate_up.dense(x_TH.dtype), down.dense(x_TH.dtype), form)
+    experts = _stored(gate_up, down, form, x_TH.dtype)
     chosen = topk_weights_TK, topk_ids_TK
     if not gate_up.count:  # other ranks hold all experts
         out_TH = torch.zeros_like(x_TH)
     elif (tiles := mixture_tiles(x_TH, experts, topk_ids_TK.shape[1], numerics)) is not None:
         beside = None if shared is None else shared.beside(experts, tiles) or shared.output(x_TH)
-        return run_mixture(x_TH, *chosen, experts, tiles, beside, partials)
+        return run_mixture(x_TH, *chosen, experts, tiles, beside, partials, choice)
     elif (stacked := sorted_tiles(x_TH, experts, topk_ids_TK.shape[1], numerics)) is not None:
         assert isinstance(experts, DenseExperts)
         out_TH = ordered_experts(x_TH, *chosen, experts.gate_up, experts.down, form, stacked)
@@ -99,6 +97,20 @@ def mixture(
     else:
         out_TH = run_experts(x_TH, *chosen, experts.gate_up.dense(x_TH.dtype), experts.down.dense(x_TH.dtype), form)
     return out_TH if shared is None else shared.output(x_TH).added_to(out_TH)
+
+
+def chooses(x_TH: Tensor, top_k: int, gate_up: LinearStack, down: LinearStack, form: Form, numerics: Numerics) -> bool:
+    """Whether the kernels of `mixture` can choose the only token's experts themselves."""
+    if len(x_TH) != 1 or not gate_up.count:
+        return False
+    tiles = mixture_tiles(x_TH, _stored(gate_up, down, form, x_TH.dtype), top_k, numerics)
+    return tiles is not None and tiles.chooses
+
+
+def _stored(gate_up: LinearStack, down: LinearStack, form: Form, dtype: torch.dtype) -> Experts:
+    if gate_up.qweight is not None and down.qweight is not None:
+        return QuantisedExperts(gate_up.qweight, down.qweight, form)
+    return DenseExperts(gate_up.dense(dtype), down.dense(dtype), form)
 
 
 def run_experts(

@@ -14,8 +14,9 @@ from specdec.models.linear import Multiplying
 from specdec.models.making import made_now, new_weight
 from specdec.models.mixtures.rules import ExpertsConfig
 from specdec.ops.products.own_pairs import Kept, own_pairs
-from specdec.ops.products.routing import RouterWeights, choose, routed, router_tiles
+from specdec.ops.products.routing import RouterWeights, Unchosen, choose, may_wait, routed, router_tiles, unchosen
 from specdec.ops.products.stacked import each_linear
+from specdec.ops.products.tiles.experts import RouterTiles
 
 
 class Router(Multiplying):
@@ -47,6 +48,14 @@ class Router(Multiplying):
         shared_T1 = logits_TL[:, self.count :].sigmoid() if logits_TL.shape[1] > self.count else None
         chosen = choose(logits_TL[:, : self.count], self.rule, self.correction_E, in_order)
         return *(chosen if kept is None else own_pairs(*chosen, *kept)), shared_T1
+
+    def unchosen(self, x_1H: Tensor, kept: Kept | None = None) -> Unchosen | None:
+        """What kernels of experts choose a single token's from; None: `forward` must."""
+        weights = RouterWeights(self.weight, self.bias_E, self.correction_E)
+        tiles = router_tiles(x_1H, weights, self.count, self.numerics)
+        if not isinstance(tiles, RouterTiles) or not may_wait(weights, self.rule, self.count):
+            return None
+        return unchosen(x_1H, weights, self.rule, self.count, kept)
 
     def _logits(self, x_TH: Tensor, in_order: bool) -> Tensor:
         if in_order:

@@ -51,6 +51,7 @@ GROUPS = (
             "convolve_add_norm": "weight",
             "gated_norm": "weight",
             "router": "bias correction weight",
+            "router_one": "bias correction weight",
             "take_columns": "order",
             "subtract": "factor norm",
             "rope_store": "positions slots table",
@@ -70,14 +71,15 @@ GROUPS = (
         "late",
         "The norm in front of the qkv projection is complete when the store after it starts, and so are the tables, "
         "lengths and first keys made before that norm, which store and attention read before their waits. The second "
-        "product of experts reads topk_ids, which the first one has waited for.",
+        "product of experts reads topk_ids, or a router's logits, which the first one has waited for.",
         "tiled_linear experts_linear weighted_sum spread_rows own_pairs by_expert count_pairs place_pairs "
-        "router_many norm_parts few_gate_up_hopper",
+        "router_many norm_parts",
         {
             "quantised_experts": "topk_ids qweight",
             "few_gate_up": "shared",
+            "few_gate_up_hopper": "correction router_bias",
             "few_down": "topk_ids qweight shared",
-            "few_down_hopper": "topk_ids qweight",
+            "few_down_hopper": "active correction parts qweight router_bias topk_ids",
             "each_linear": "weight",
             "hopper_linear": "weight_tiles",
             "linear": "weight",

@@ -24,6 +24,7 @@ from specdec.ops.products.formats.experts import QuantisedStack, has_units, scal
 from specdec.ops.products.gpus import match_of
 from specdec.ops.products.numerics import Numerics
 from specdec.ops.products.partials import Partials
+from specdec.ops.products.routing import Unchosen
 from specdec.ops.products.stacked import weighted_sum
 from specdec.ops.products.tiles.experts import (
     MAX_READ,
@@ -217,23 +218,24 @@ def grouped_tiles(x_TH: Tensor, experts: Experts, numerics: Numerics) -> tuple[G
 
 def run_mixture(
     x_TH: Tensor, topk_weights_TK: Tensor, topk_ids_TK: Tensor, experts: Experts, tiles: MixtureTiles,
-    shared: SharedExperts | SharedOutput | None = None, partials: bool = False,
+    shared: SharedExperts | SharedOutput | None = None, partials: bool = False, choice: Unchosen | None = None,
 ) -> Tensor | Partials:  # fmt: skip
     """[T, H]: the outputs of each token's top-k experts, times their weights (float32), added up in float32.
 
     shared: terms of the sum.  Experts are computed beside the chosen ones, where `shared_beside` says so.
     partials: whether the caller can add up split-K partials.
+    choice: the only token's logits, where the tiles say that the kernel chooses.  Weights and ids are then written here.
     """
     if tiles.kernel != "mixture_triton":
-        return few_tokens_experts(x_TH, topk_weights_TK, topk_ids_TK, experts, tiles, shared, partials)
-    assert isinstance(experts, QuantisedExperts) and not isinstance(shared, SharedExperts)
+        return few_tokens_experts(x_TH, topk_weights_TK, topk_ids_TK, experts, tiles, shared, partials, choice)
+    assert isinstance(experts, QuantisedExperts) and not isinstance(shared, SharedExperts) and choice is None
     out_TH = quantised_experts(x_TH, topk_weights_TK, topk_ids_TK, experts, tiles.gate_up)
     return out_TH if shared is None else shared.added_to(out_TH)
 
 
 def few_tokens_experts(
     x_TH: Tensor, topk_weights_TK: Tensor, topk_ids_TK: Tensor, experts: Experts, tiles: MixtureTiles,
-    shared: SharedExperts | SharedOutput | None = None, partials: bool = False,
+    shared: SharedExperts | SharedOutput | None = None, partials: bool = False, choice: Unchosen | None = None,
 ) -> Tensor | Partials:  # fmt: skip
     """`run_mixture` in two launches, of at most 64 tokens; with few_hopper.py's tiles of at most 8.  An id that is no
     expert's counts for nothing.
@@ -241,15 +243,16 @@ def few_tokens_experts(
     Activations are rounded when the token's weight is multiplied in, and sums at their end alone: the result is closer to exact
     sums than the definition's, which rounds each expert's output.
     """
+    assert choice is None or (len(x_TH) == 1 and tiles.kernel == "few_hopper")
     chosen = topk_weights_TK.float().contiguous(), topk_ids_TK.contiguous()
     x_TH = x_TH if x_TH.stride(1) == 1 else x_TH.contiguous()
     if tiles.kernel == "few_hopper":
         from specdec.ops.products.kernels.quantised.few_hopper import launch_few_down_hopper, launch_few_gate_up_hopper
 
         assert isinstance(experts, QuantisedExperts) and not isinstance(shared, SharedExperts)
-        gated = launch_few_gate_up_hopper(x_TH, experts.gate_up, experts.form, *chosen, tiles.gate_up)
+        gated = launch_few_gate_up_hopper(x_TH, experts.gate_up, experts.form, *chosen, tiles.gate_up, choice)
         splits = partials and tiles.down.splits > 1
-        sums = launch_few_down_hopper(gated, experts.down, experts.form, *chosen, tiles.down, shared, splits)
+        sums = launch_few_down_hopper(gated, experts.down, experts.form, *chosen, tiles.down, shared, splits, choice)
     else:
         from specdec.ops.products.kernels.experts.few_tokens_triton import launch_few_down, launch_few_gate_up
 

@@ -10,7 +10,7 @@ more where the shared experts are weighed.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from specdec.ops.launch import use_kernels
 from specdec.ops.products.numerics import Numerics
 from specdec.ops.products.own_pairs import Kept
 from specdec.ops.products.tiles.experts import ManyRouterTiles, RouterTiles
+
+if TYPE_CHECKING:
+    from specdec.ops.products.kernels.experts.choosing_triton import ChoiceRule
 
 LEAST_ADDED = 1e-20  # to a sum of sigmoids
 Scores = Literal["softmax", "sigmoid", "softmax of chosen"]
@@ -70,6 +73,21 @@ class RouterWeights(NamedTuple):
     correction_E: Tensor | None
 
 
+class Unchosen(NamedTuple):
+    """The logits of one token, as parts that nobody has added up yet, for kernels that choose for themselves.
+
+    parts: as choosing_triton.py lays them out.  bias, correction, active: what the rule reads besides; what it lacks is another
+    tensor.  rule: its constexprs.  out: memory for what is chosen, which the first kernel that chooses writes.
+    """
+
+    parts: Tensor
+    bias: Tensor
+    correction: Tensor
+    active: Tensor
+    rule: ChoiceRule
+    out: Routed
+
+
 def routed(
     x_TH: Tensor, router: RouterWeights, rule: RouterRule, experts: int, tiles: RouterTiles | ManyRouterTiles,
     kept: Kept | None = None,
@@ -83,9 +101,23 @@ def routed(
         from specdec.ops.products.kernels.experts.router_many_triton import launch_router_many
 
         return launch_router_many(x_TH, router, rule, experts, tiles, kept)
-    from specdec.ops.products.kernels.experts.router_triton import launch_router
+    from specdec.ops.products.kernels.experts.router_triton import launch_router, launch_router_one
 
+    if len(x_TH) == 1 and may_wait(router, rule, experts):
+        return launch_router_one(x_TH, router, rule, experts, kept, chooses=True).out
     return launch_router(x_TH, router, rule, experts, tiles, kept)
+
+
+def unchosen(x_1H: Tensor, router: RouterWeights, rule: RouterRule, experts: int, kept: Kept | None = None) -> Unchosen:
+    """`routed`'s first half, of a single token and a router that `may_wait`."""
+    from specdec.ops.products.kernels.experts.router_triton import launch_router_one
+
+    return launch_router_one(x_1H, router, rule, experts, kept, chooses=False)
+
+
+def may_wait(router: RouterWeights, rule: RouterRule, experts: int) -> bool:
+    """Whether the kernels of experts can choose: where no groups are ranked, and no shared experts weighed."""
+    return rule.groups in (None, rule.top_groups) and len(router.weight_LH) == experts
 
 
 def router_tiles(

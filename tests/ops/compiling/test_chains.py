@@ -24,11 +24,13 @@ NEVER_WRITTEN = {  # by kernels: arguments that may be read through L1 before a 
     "corrected_logits": "w2",
     "gated_norm": "weight",
     "fill_pairs": "mask",  # a row of the drafter's weights
-    "few_down_hopper": "qweight",
+    "few_down_hopper": "correction qweight router_bias",
+    "few_gate_up_hopper": "correction router_bias",
     "kimi_rule_hopper": "A_log dt_bias",
     "quantised_warp": WORDS,
     "quantised_warpgroup": WORDS,
     "router": "bias correction weight",
+    "router_one": "bias correction weight",
     "rope_store": "table",  # rotations, also in the next three
     "single_query_attention": "norm table",
     "ssd_step": "bias weight",

@@ -315,7 +315,8 @@ class Walk:
             whole, at = self.value(node.value), self.constant(node.slice)
             return whole[at] if isinstance(whole, tuple) and isinstance(at, int) and at < len(whole) else _flat(whole)
         if isinstance(node, ast.Attribute):
-            return self.value(node.value)
+            is_constexpr = isinstance(node.value, ast.Name) and node.value.id.isupper()  # of whose fields none is an address
+            return NOTHING if is_constexpr else self.value(node.value)
         if isinstance(node, ast.IfExp):
             decided = self.constant(node.test)
             if decided is not None:

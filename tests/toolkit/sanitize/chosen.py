@@ -61,6 +61,10 @@ CHOSEN: dict[str, list[str]] = {
     ],
     "few_down_hopper_kernel": [],
     "router_kernel": [f"{ROUTED}::test_one_launch_chooses_as_the_definition[sigmoid, groups' best two-5-True-tiles0]"],
+    "router_one_kernel": [
+        "tests/ops/products/experts/test_unchosen.py::"
+        "test_a_token_alone_has_the_experts_of_the_definition[sigmoid, corrected-160]"
+    ],
     "router_many_kernel": [f"{ROUTED}::test_one_launch_chooses_as_the_definition[sigmoid, groups' best two-21-True-tiles2]"],
     "experts_linear_kernel": ["tests/ops/products/experts/test_stacked.py::test_experts_equal_the_definition[7-2]"],
     "weighted_sum_kernel": [],

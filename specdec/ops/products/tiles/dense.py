@@ -19,9 +19,12 @@ FEW = 64  # threshold in rows of x: up to this many, stream_triton.py's kernel i
 STEP = 128  # columns of a step of invariant split-K products: splits begin at multiples of it
 WHOLE_SM, HALF_SM = 229_000, 112_000  # bytes of shared memory for the stages of the only program of an SM, and of one of two
 MIN_ROWS, MIN_COLUMNS = 2048, 1024  # thresholds: smaller weights have tiles for a small part of the SMs only
+# With up to 8 rows of x fewer columns do: 5,120 x 768 (GLM-4.7-Flash's q_b) takes 4.6 us with a norm, 5.3 by the Triton kernel.
+FEW_COLUMNS = 768
 # Thresholds: products with so few rows of a weight, and so many columns, take Hopper's kernel in so many splits.  With 9 and 16
-# rows of x, 1,024 x 4,096 takes 4.8 us on an H200 (11.0 by the Triton kernel), 256 x 4,096 4.2 (10.9).
-SMALL_ROWS, SMALL_COLUMNS, SMALL_SPLITS = 256, 2048, 4
+# rows of x, 1,024 x 4,096 takes 4.8 us on an H200 (11.0 by the Triton kernel), 256 x 4,096 4.2 (10.9).  With up to 8, weights
+# of SMALL_ROWS_OF_8 and more: 1,344 x 2,048 (GLM-4.7-Flash's q_a and kv_a) takes 4.9 us with a norm (6.3).
+SMALL_ROWS, SMALL_ROWS_OF_8, SMALL_COLUMNS, SMALL_SPLITS = 256, 1024, 2048, 4
 SMS, WAVE_FULL = 132, 0.8  # SMs of an H100; threshold: the share of SMs that must have work, on average over all waves
 LARGE_M, LARGE_M_FULL = 512, 0.9  # thresholds for gated_hopper.py's kernel: rows of x, and that share
 
@@ -64,14 +67,16 @@ def product_tiles(
     gated: whether the weight holds gate and up rows.  partials: whether a norm adds up split-K partials.
     kind: the kind of GPU.  Those of an H200 need a Hopper GPU, and rows of x that start at multiples of 16 bytes.
     """
-    if kind == H200 and dtype != torch.float32 and N >= MIN_ROWS and K >= MIN_COLUMNS:
+    if kind == H200 and dtype != torch.float32 and N >= MIN_ROWS and K >= (FEW_COLUMNS if M <= 8 else MIN_COLUMNS):
         tiles = _tiles_hopper(M, N, K, gated, partials)
         if tiles is not None:
             return tiles
     if kind == H200 and dtype != torch.float32 and SMALL_ROWS <= N < MIN_ROWS and K >= SMALL_COLUMNS:
-        if 8 < M <= FEW and not gated and N % 8 == 0 and K % 8 == 0:
-            stage = (64 + padded_rows(M)) * 128 * 2
-            return _hopper(padded_rows(M), 64, 128, SMALL_SPLITS, 4, min(12, WHOLE_SM // stage))
+        is_few = 0 < M <= 8 and N >= SMALL_ROWS_OF_8
+        if (is_few or 8 < M <= FEW) and not gated and N % 8 == 0 and K % 8 == 0:
+            block_k = 256 if is_few else 128
+            stage = (64 + padded_rows(M)) * block_k * 2
+            return _hopper(padded_rows(M), 64, block_k, SMALL_SPLITS, 4, min(12, WHOLE_SM // stage))
     if not 0 < M <= FEW:
         return _tiles_large_m(M, N, dtype, gated)
     block_m = max(8, 1 << (M - 1).bit_length())

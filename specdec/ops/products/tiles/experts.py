@@ -16,9 +16,11 @@ ExpertsKind = Kind | Literal["dense"]
 ExpertsKernel = Literal["mixture_triton", "few_tokens_triton", "few_hopper"]
 # Up to so many tokens router_triton.py chooses experts, and router_many_triton.py for more.
 MOST_ROUTED = 256
-# Up to so many tokens few_tokens_triton.py multiplies with experts of these kinds; beyond them, and with other kinds, the other
-# kernels or a library are faster.  Measured on an H200 by benchmarks products.few_tokens.
-MOST_TOKENS: dict[ExpertsKind, int] = {"dense": 64, "e4m3": 8, "int4": 8}
+# Up to so many tokens few_tokens_triton.py multiplies with experts of these kinds; beyond them, and with other kinds, others
+# are faster.  Measured on an H200 by benchmarks products.few_tokens.
+# Of gpt-oss-20b's size in e2m1, 6 tokens, a layer takes 64 us with 8 experts in use and 99 with 17, by mixture_triton.py 72 with
+# 7 and 101 with 16, by few_hopper.py 58 with 7 and 107 with 17.
+MOST_TOKENS: dict[ExpertsKind, int] = {"dense": 64, "e4m3": 8, "int4": 8, "e2m1": 6}
 # Threshold in tokens: above it dense experts without gates run sorted, where their second product is faster.  On an H200, ms of
 # Nemotron-3-Nano's layers: 8 tokens 4.6 (sorted 4.9), 32 tokens 11.5 (sorted 9.7).
 MAX_UNGATED = 16
@@ -80,11 +82,16 @@ class ExpertTiles(NamedTuple):
 
 
 class MixtureTiles(NamedTuple):
-    """Which kernel computes a mixture, and what its programs work on in the two products of an MLP."""
+    """Which kernel computes a mixture, and what its programs work on in the two products of an MLP.
+
+    chooses: whether few_hopper.py chooses a single token's experts itself.  On an H200 a layer of Qwen3-30B-A3B's size in
+    int4 takes 16.4 us then in place of 17.9, and one of gpt-oss's in e2m1 as long as before.
+    """
 
     kernel: ExpertsKernel
     gate_up: ExpertTiles
     down: ExpertTiles
+    chooses: bool = False
 
 
 def mixture_tiles(
@@ -131,7 +138,7 @@ def few_hopper_tiles(tokens: int, kind: ExpertsKind) -> MixtureTiles:
         tiles = ExpertTiles(8, 16, 4, 1, 6, slices=4), ExpertTiles(8, 16, 8, 1, 6, splits=2, slices=8)
     else:
         tiles = ExpertTiles(8, 32, 4, 1, 4, slices=4), ExpertTiles(8, 16, 8, 1, 6, slices=8)
-    return MixtureTiles("few_hopper", *tiles)
+    return MixtureTiles("few_hopper", *tiles, chooses=tokens == 1 and kind == "int4")
 
 
 def _few(gate_up: ExpertTiles, down: ExpertTiles) -> MixtureTiles:

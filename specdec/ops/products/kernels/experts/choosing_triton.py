@@ -1,4 +1,4 @@
-"""The choice of a token's experts, and what they weigh, given its logits: what both of a router's kernels end with.
+"""The choice of a token's experts, and what they weigh, given its logits: what a router's kernels end with.
 
 A warp chooses a token's experts: its lanes hold neighbouring experts, each thread one of each group, so that a choice takes two
 instructions for the whole warp and no shared memory.  Where the rule knows no groups, runs of 32 experts stand for them.
@@ -26,7 +26,7 @@ from specdec.ops.topk_triton import LOWEST_32, ordered_32, value_of_32
 
 if TYPE_CHECKING:
     from specdec.ops.products.own_pairs import Kept
-    from specdec.ops.products.routing import Routed, RouterRule, RouterWeights
+    from specdec.ops.products.routing import Routed, RouterRule, RouterWeights, Unchosen
 
 LANES = 32  # of a warp
 NONE = tl.constexpr(2**31 - 1)  # above every expert's number
@@ -198,6 +198,103 @@ def _best(
     return id_MJ, weight_MJ
 
 
+@triton.jit
+def of_rule(bias, correction, RULE: tl.constexpr):
+    """What `choose_all` reads of each expert: weights, so that it may be read before a wait.  [1, R, C] each."""
+    RUNS: tl.constexpr = RULE.RUNS  # Triton 3.6 takes no field in place of a constexpr, here and below
+    RUN: tl.constexpr = RULE.RUN
+    e_RC = _in_runs(RUNS, RUN)
+    found_RC = tl.zeros([RUNS, RUN], tl.float32)
+    bias_RC = tl.load(bias + e_RC, mask=e_RC < RULE.E, other=0.0) if RULE.HAS_BIAS else found_RC
+    correction_RC = tl.load(correction + e_RC, mask=e_RC < RULE.E, other=0.0) if RULE.HAS_CORRECTION else found_RC
+    return bias_RC[None, :, :], correction_RC[None, :, :]
+
+
+@triton.jit
+def _in_runs(RUNS: tl.constexpr, RUN: tl.constexpr):
+    return tl.arange(0, RUNS)[:, None] * RUN + tl.arange(0, RUN)[None, :]
+
+
+@triton.jit
+def choose_all(parts, bias_1RC, correction_1RC, active, places, RULE: tl.constexpr, WARPS: tl.constexpr):
+    """[C]: (numbers, weights) of the experts at the only token's places.
+
+    places: as of `_best`; weights are right if they are all.
+    Every warp chooses by itself, of a copy [W, ..] of the token: its lanes hold neighbouring experts, and a thread those of
+    several runs, so that nothing passes through shared memory before the end.
+    """
+    RUNS: tl.constexpr = RULE.RUNS
+    RUN: tl.constexpr = RULE.RUN
+    PADDED_SPLITS: tl.constexpr = RULE.PADDED_SPLITS
+    e_1RC, w = _in_runs(RUNS, RUN)[None, :, :], tl.arange(0, WARPS)
+    s = tl.arange(0, PADDED_SPLITS)[None, :, None, None]
+    at_WSRC = (w * 0)[:, None, None, None] + s * RULE.ROW + e_1RC[:, None, :, :]
+    ok_WSRC = (w >= 0)[:, None, None, None] & (s < RULE.SPLITS) & (e_1RC < RULE.E)[:, None, :, :]
+    part_WSRC = tl.load(parts + at_WSRC, mask=ok_WSRC, other=0.0, cache_modifier=".cg")  # this SM's L1 may hold old data
+    score_WRC = tl.sum(part_WSRC, 1) + bias_1RC
+    if RULE.SCORES == "sigmoid":
+        score_WRC = 1 / (1 + tl.exp(-score_WRC))
+    elif RULE.SCORES == "softmax":
+        masked_WRC = tl.where(e_1RC < RULE.E, score_WRC, -float("inf"))
+        part_WRC = tl.exp(masked_WRC - tl.max(tl.max(masked_WRC, 1), 1)[:, None, None])
+        score_WRC = part_WRC * (1 / tl.sum(tl.sum(part_WRC, 1), 1))[:, None, None]
+    key_WRC = tl.where(e_1RC < RULE.E, ordered_32(score_WRC + correction_1RC), LOWEST_32)
+    c, number_WC, weight_WC = tl.arange(0, RUN), tl.zeros([WARPS, RUN], tl.int32), tl.zeros([WARPS, RUN], tl.float32)
+    sum_W, first_W = tl.zeros([WARPS], tl.float32), tl.full([WARPS], -float("inf"), tl.float32)
+    for at in tl.range(0, places, num_stages=1):
+        key_WC = tl.max(key_WRC, 1)
+        of_key_WC = tl.min(tl.where(key_WRC == key_WC[:, None, :], e_1RC, NONE), 1)
+        key_W = tl.max(key_WC, 1)
+        id_W = tl.min(tl.where(key_WC == key_W[:, None], of_key_WC, NONE), 1)
+        is_best_WRC = e_1RC == id_W[:, None, None]
+        key_WRC = tl.where(is_best_WRC, LOWEST_32, key_WRC)
+        if RULE.HAS_CORRECTION:  # bits of one number and zeros, as in `_best`
+            bits_WRC = tl.where(is_best_WRC, score_WRC.to(tl.int32, bitcast=True), 0)
+            own_W = tl.sum(tl.sum(bits_WRC, 1), 1).to(tl.float32, bitcast=True)
+        else:
+            own_W = value_of_32(key_W)
+        if RULE.SCORES == "softmax of chosen":
+            first_W = tl.maximum(first_W, own_W)
+            own_W = tl.exp(own_W - first_W)
+        sum_W += own_W
+        number_WC = tl.where((c == at)[None, :], id_W[:, None], number_WC)
+        weight_WC = tl.where((c == at)[None, :], own_W[:, None], weight_WC)
+    if RULE.NORMED or RULE.SCORES == "softmax of chosen":
+        weight_WC /= (tl.maximum(sum_W, RULE.LEAST_SUM) if RULE.LEAST_SUM > 0 else sum_W + RULE.ADDED_SUM)[:, None]
+    number_WC -= RULE.FIRST
+    is_here_WC = (number_WC >= 0) & (number_WC < RULE.COUNT) & (c < places)[None, :]
+    if RULE.HAS_ROWS:
+        is_here_WC &= tl.load(active, cache_modifier=".cg") != 0
+    is_first_WC = (w == 0)[:, None] & (c >= 0)[None, :]
+    number_C = tl.sum(tl.where(is_first_WC, tl.where(is_here_WC, number_WC, RULE.COUNT), 0), 0)
+    return number_C, tl.sum(tl.where(is_first_WC & is_here_WC, weight_WC * RULE.SCALING, 0.0), 0)
+
+
+class ChoiceRule(NamedTuple):
+    """What `choose_all`, and its like in Gluon, are told of a rule without groups, as constexprs.
+
+    E experts are RUNS of at most RUN.  ROW: from one split's logits to the next one's.  FIRST, COUNT: experts that are here.
+    HAS_ROWS: whether the token may be padding.
+    """
+
+    E: int
+    RUNS: int
+    RUN: int
+    SPLITS: int
+    PADDED_SPLITS: int
+    ROW: int
+    SCORES: str
+    HAS_BIAS: bool
+    HAS_CORRECTION: bool
+    NORMED: bool
+    LEAST_SUM: float
+    ADDED_SUM: float
+    SCALING: float
+    FIRST: int
+    COUNT: int
+    HAS_ROWS: bool
+
+
 class Choice(NamedTuple):
     """What a launch needs for `choose_and_store`.
 
@@ -246,3 +343,35 @@ def choice_of(T: int, router: RouterWeights, rule: RouterRule, experts: int, spl
         HAS_ROWS=live is not None, HAS_LAST=last_B is not None,
     )  # fmt: skip
     return Choice(partials, tensors, constants, (topk_weights_TK, topk_ids_TK, shared_T1))
+
+
+def unchosen_of(router: RouterWeights, rule: RouterRule, experts: int, splits: int, kept: Kept | None) -> Unchosen:
+    """Of a single token, and a rule that `may_wait`; nothing is written yet."""
+    from specdec.ops.products.routing import Unchosen
+
+    device, (held, live) = router.weight_LH.device, kept or (range(experts), None)
+    assert live is None or len(live.active_B) == 1
+    row, padded = triton.cdiv(experts, 16) * 16, max(LANES, triton.next_power_of_2(experts))
+    run = min(padded, 4 * LANES)
+    form = ChoiceRule(
+        E=experts, RUNS=padded // run, RUN=run, SPLITS=splits, PADDED_SPLITS=triton.next_power_of_2(splits), ROW=row,
+        SCORES=rule.scores, HAS_BIAS=rule.biased, HAS_CORRECTION=rule.corrected, NORMED=rule.normed, LEAST_SUM=rule.least_sum,
+        ADDED_SUM=rule.added, SCALING=rule.scaling, FIRST=held.start, COUNT=len(held), HAS_ROWS=live is not None,
+    )  # fmt: skip
+    if rule.scores == "softmax" and rule.normed and not (rule.corrected or rule.least_sum or rule.added_sum):
+        form = form._replace(SCORES="softmax of chosen")  # the same numbers, without a sum over all experts
+    parts = torch.empty(splits, row, dtype=torch.float32, device=device)
+    weights_1K = torch.empty(1, rule.top_k, dtype=torch.float32, device=device)
+    ids_1K = torch.empty(1, rule.top_k, dtype=torch.int64, device=device)
+    bias, correction = (parts if each is None else each for each in (router.bias_E, router.correction_E))
+    return Unchosen(parts, bias, correction, live.active_B if live else ids_1K, form, (weights_1K, ids_1K, None))
+
+
+def read_of(choice: Unchosen | None, none: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What kernels read of a router's logits; `none` where they do not choose."""
+    return (none, none, none, none) if choice is None else (choice.parts, choice.bias, choice.correction, choice.active)
+
+
+def rule_of(choice: Unchosen | None) -> dict[str, Any]:
+    """Their constexprs."""
+    return {"CHOOSES": choice is not None, "RULE": None if choice is None else choice.rule}

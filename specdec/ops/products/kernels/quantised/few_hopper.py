@@ -8,10 +8,12 @@ Words go from memory to registers, in the order in which the tensor cores take t
   expert in use a word, with its number, its place in y and a mask of the tokens that chose it, and at last how many there are.
 - Down: a program takes a tile of rows of all experts in use (or its split of their units), in one run.
 
-Ids, sums, shared experts and splits are treated as few_tokens_triton.py does, and so are weights of tokens.
+Ids, sums, shared experts and splits are treated as few_tokens_triton.py does, and so are weights of tokens.  A single token's
+experts may still have to be chosen (CHOOSES): each warp does so, from the logits that the router has left in parts.  That takes
+it a little longer than to read a number, and saves the router the wait for its last program.
 
 Order of chained launches (specdec/ops/launch.py): both kernels trigger after their wait.  With one token the second kernel
-reads topk_ids, which the first one has waited for, and loads its first words before its wait.
+reads topk_ids, or the logits, for which the first one has waited, and loads its first words before its wait.
 
 Shapes: T tokens, M = 8 tokens padded, K in, N out, E experts, A experts of a token (top_k), P = T * A pairs, G scales of a row.
 """
@@ -30,11 +32,14 @@ from specdec.ops.hopper import gdc_launch_dependents, gdc_wait
 from specdec.ops.launch import chained
 from specdec.ops.products.formats.experts import QuantisedStack, has_units
 from specdec.ops.products.kernels.dense.stream_triton import result_of
+from specdec.ops.products.kernels.experts.choosing_triton import read_of, rule_of
+from specdec.ops.products.kernels.quantised.choosing_hopper import choose_places, of_experts
 from specdec.ops.products.kernels.quantised.parts_hopper import complete, weight_rows
 from specdec.ops.products.kernels.quantised.units_hopper import load_units, own_expert, sums_of_units
 
 if TYPE_CHECKING:
     from specdec.ops.products.experts import Form, SharedOutput
+    from specdec.ops.products.routing import Unchosen
     from specdec.ops.products.tiles.experts import ExpertTiles
 
 MOST = 8  # tokens
@@ -48,21 +53,36 @@ def few_gate_up_hopper_kernel(
     qweight,  # words of 32 bits [E * 2 * N, 16 * UNITS]; without gates [E * N, ..], and so below
     scales,  # [E * 2 * N, G]; words of four exponents of e2m1
     bias,  # [E * 2 * N]
-    topk_weights,  # [T, A] float32
+    topk_weights,  # [T, A] float32; if CHOOSES, this kernel writes the only token's, and its topk_ids
     topk_ids,  # [T, A] int64
+    parts,  # of one token's logits, if CHOOSES; this and the next three: see Unchosen
+    router_bias,  # [E]
+    correction,  # [E]
+    active,  # [1]
     y,  # [P, T, N]: rows of tokens that did not choose an expert are not written
     entries,  # [P + 1] int32: the list for the second kernel, and how many entries it has; not written if ONE
     T, stride_x,
+    places,  # A, which the compiler is not to know
     N: gl.constexpr, K: gl.constexpr, UNITS: gl.constexpr, G: gl.constexpr, GROUP_UNITS: gl.constexpr, A: gl.constexpr,
     PADDED_P: gl.constexpr, EXPERTS: gl.constexpr, KIND: gl.constexpr, HAS_BIAS: gl.constexpr,
     ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, ONE: gl.constexpr, BLOCK_N: gl.constexpr,
-    AHEAD: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
+    CHOOSES: gl.constexpr, RULE: gl.constexpr, AHEAD: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
+    if CHOOSES:
+        biases = of_experts(router_bias, RULE.HAS_BIAS, RULE, num_warps)
+        corrections = of_experts(correction, RULE.HAS_CORRECTION, RULE, num_warps)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     pair = gl.program_id(1)
-    expert = gl.load(topk_ids + pair).to(gl.int32)
+    if CHOOSES:
+        expert, own_weight = choose_places(parts, biases, corrections, active, pair, places, RULE, num_warps)
+        if gl.program_id(0) == 0:
+            gl.store(topk_ids + pair, expert.to(gl.int64))
+            gl.store(topk_weights + pair, own_weight)
+    else:
+        expert = gl.load(topk_ids + pair).to(gl.int32)
+        own_weight = gl.load(topk_weights + pair) if ONE else 0.0
     works = (expert >= 0) & (expert < EXPERTS)
     mask = 1
     if not ONE:
@@ -94,7 +114,7 @@ def few_gate_up_hopper_kernel(
             gl.SliceLayout(2, layout),
         )  # fmt: skip
         m = gl.arange(0, 8, gl.SliceLayout(0, out))
-        weight_M = _weights_of_tokens(topk_weights, topk_ids, expert, pair, T, A, ONE, gl.SliceLayout(0, out))
+        weight_M = _weights_of_tokens(topk_weights, topk_ids, expert, own_weight, T, A, ONE, gl.SliceLayout(0, out))
         row = _rows(tile, N, BLOCK_N, PARTS, gl.SliceLayout(1, out))
         bias_N = (
             gl.load(bias + first_row + row).to(gl.float32)
@@ -177,12 +197,12 @@ def _write_entry(
 
 @gluon.jit
 def _weights_of_tokens(
-    topk_weights, topk_ids, expert, pair, T, A: gl.constexpr, ONE: gl.constexpr, layout: gl.constexpr
+    topk_weights, topk_ids, expert, own_weight, T, A: gl.constexpr, ONE: gl.constexpr, layout: gl.constexpr
 ):  # fmt: skip
-    """[M]: what each token gives the expert; 0: it did not choose it."""
+    """[M]: what each token gives the expert; 0: it did not choose it.  own_weight: the only token's."""
     m = gl.arange(0, 8, layout)
     if ONE:
-        return gl.where(m == 0, gl.load(topk_weights + pair), 0.0)
+        return gl.where(m == 0, own_weight, 0.0)
     else:
         weight_M = gl.zeros([8], gl.float32, layout)
         for a in gl.static_range(A):
@@ -199,6 +219,10 @@ def few_down_hopper_kernel(
     bias,  # [E * N]
     topk_weights,  # [T, A] float32
     topk_ids,  # [T, A] int64
+    parts,  # as above, and the next three
+    router_bias,
+    correction,
+    active,
     entries,  # [P + 1] int32
     shared,  # [T, N]: a term of the sum
     gate,  # [T] float32: what weighs `shared`
@@ -206,10 +230,12 @@ def few_down_hopper_kernel(
     partials,  # [tiles, SPLITS, BLOCK_N, 8] float32
     arrivals,  # [ARRIVALS] int32, zero before and after
     T,
+    places,  # A
     N: gl.constexpr, K: gl.constexpr, UNITS: gl.constexpr, G: gl.constexpr, GROUP_UNITS: gl.constexpr, A: gl.constexpr,
     PADDED_A: gl.constexpr, EXPERTS: gl.constexpr, KIND: gl.constexpr, HAS_BIAS: gl.constexpr,
     HAS_SHARED: gl.constexpr, HAS_GATE: gl.constexpr, ONE: gl.constexpr, STORE_PARTIALS: gl.constexpr, BLOCK_N: gl.constexpr,
-    SPLITS: gl.constexpr, AHEAD: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
+    SPLITS: gl.constexpr, CHOOSES: gl.constexpr, RULE: gl.constexpr, AHEAD: gl.constexpr, PDL: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [num_warps, 1, 1], [1, 16, 8])
     out: gl.constexpr = gl.SliceLayout(0, layout)
@@ -227,7 +253,12 @@ def few_down_hopper_kernel(
         PER: gl.constexpr = num_warps * SPLITS // PADDED_A  # slices of an expert
         CHUNK: gl.constexpr = (UNITS + PER - 1) // PER
         number = (split * num_warps + s) // PER
-        id_S = gl.load(topk_ids + number, mask=number < A, other=-1, cache_modifier=".cg").to(gl.int32)
+        if CHOOSES:
+            biases = of_experts(router_bias, RULE.HAS_BIAS, RULE, num_warps)
+            corrections = of_experts(correction, RULE.HAS_CORRECTION, RULE, num_warps)
+            id_S, _ = choose_places(parts, biases, corrections, active, number, places, RULE, num_warps)
+        else:
+            id_S = gl.load(topk_ids + number, mask=number < A, other=-1, cache_modifier=".cg").to(gl.int32)
         here = (id_S >= 0) & (id_S < EXPERTS)
         slices = own_expert(gl.where(here, id_S, 0), number, here.to(gl.int32), s % PER * CHUNK, CHUNK)
         chunk = CHUNK
@@ -290,8 +321,9 @@ def _biases(
 
 
 def launch_few_gate_up_hopper(
-    x_TH: Tensor, stack: QuantisedStack, form: Form, topk_weights_TK: Tensor, topk_ids_TK: Tensor, tiles: ExpertTiles
-) -> tuple[Tensor, Tensor]:
+    x_TH: Tensor, stack: QuantisedStack, form: Form, topk_weights_TK: Tensor, topk_ids_TK: Tensor, tiles: ExpertTiles,
+    choice: Unchosen | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(activations times the tokens' weights [P, T, F]; the list of experts in use, int32 [P + 1]).
 
     Of the first, rows of experts' own tokens alone are written; of the second, with one token, nothing.
@@ -307,7 +339,8 @@ def launch_few_gate_up_hopper(
     y_PTN = x_TH.new_empty(P, T, N)
     entries = torch.empty(P + 1, dtype=torch.int32, device=x_TH.device)
     few_gate_up_hopper_kernel[(triton.cdiv(N, tiles.block_n // parts), P)](
-        x_TH, *arguments, topk_weights_TK, topk_ids_TK, y_PTN, entries, T, x_TH.stride(0), N=N, **values, A=A,
+        x_TH, *arguments, topk_weights_TK, topk_ids_TK, *read_of(choice, topk_weights_TK), y_PTN, entries, T,
+        x_TH.stride(0), A, N=N, **values, **rule_of(choice), A=A,
         PADDED_P=max(32, triton.next_power_of_2(P)), **epilogue(form.activation), ONE=T == 1, BLOCK_N=tiles.block_n,
         AHEAD=tiles.unroll, num_warps=tiles.warps, maxnreg=REGISTERS,
         **chained(x_TH.device),
@@ -317,7 +350,7 @@ def launch_few_gate_up_hopper(
 
 def launch_few_down_hopper(
     gated: tuple[Tensor, Tensor], stack: QuantisedStack, form: Form, topk_weights_TK: Tensor, topk_ids_TK: Tensor,
-    tiles: ExpertTiles, shared: SharedOutput | None, store_partials: bool,
+    tiles: ExpertTiles, shared: SharedOutput | None, store_partials: bool, choice: Unchosen | None = None,
 ) -> Tensor:  # fmt: skip
     """[T, N], or with store_partials [S, T, N] float32: the sum over experts.  gated: what launch_few_gate_up_hopper gave."""
     (x_PTK, entries), (T, A) = gated, topk_ids_TK.shape
@@ -330,8 +363,9 @@ def launch_few_down_hopper(
     gate = None if shared is None else shared.gate_T1
     assert gate is None or (gate.is_contiguous() and gate.dtype == torch.float32 and gate.numel() == T)
     few_down_hopper_kernel[(num_tiles, tiles.splits)](
-        x_PTK, *arguments, topk_weights_TK, topk_ids_TK, entries, none if shared is None else shared.out_TH,
-        none if gate is None else gate, y, partials, arrivals, T, N=N, **values, A=A,
+        x_PTK, *arguments, topk_weights_TK, topk_ids_TK, *read_of(choice, topk_weights_TK), entries,
+        none if shared is None else shared.out_TH, none if gate is None else gate, y, partials, arrivals, T, A, N=N, **values,
+        **rule_of(choice), A=A,
         PADDED_A=triton.next_power_of_2(A), HAS_SHARED=shared is not None,
         HAS_GATE=gate is not None, ONE=T == 1, STORE_PARTIALS=store_partials, BLOCK_N=tiles.block_n, SPLITS=tiles.splits,
         AHEAD=tiles.unroll, num_warps=tiles.warps, maxnreg=REGISTERS,
