@@ -1,8 +1,9 @@
-"""Milliseconds a round of hybrids in bf16, random weights, against the bytes of that work: the targets of the issue.
+"""Milliseconds a round of hybrids and of Gemma 4 in bf16, random weights, against the bytes of that work.
 
     python benchmarks rounds.round_hybrid --out benchmarks/rounds/results/round_hybrid.json
     python benchmarks rounds.round_hybrid --model Qwen3.5-35B-A3B --only plain:1
     python benchmarks rounds.round_hybrid --model Nemotron-3-Nano-30B-A3B --rounds 20
+    python benchmarks rounds.round_hybrid --model Gemma-4-31B --rounds 20 --only plain:1 --no-prompt
     python benchmarks rounds.round_hybrid --layers 8 --no-trace
     python benchmarks rounds.round_hybrid --only none --profile-prompt    # where a prompt's time goes: about 40 seconds
 
@@ -39,6 +40,7 @@ from specdec.models.causal_lm import CausalLM
 from specdec.models.checkpoints.frame import Family
 from specdec.models.checkpoints.loader import build
 from specdec.models.config import ModelConfig
+from specdec.models.gemma4.modules import LayerScale
 from specdec.models.kimi_linear.modules import KimiDeltaAttention
 from specdec.models.layers import HeadsRMSNorm, RMSNorm
 from specdec.models.linear import Linear
@@ -83,6 +85,12 @@ MODELS: dict[str, dict[str, Any]] = {
             head_dim=128, num_heads=32, short_conv_kernel_size=4, full_attn_layers=[4, 8, 12, 16, 20, 24, 27],
             kda_layers=[layer for layer in range(1, 28) if layer % 4 and layer < 27],
         ),
+    ),
+    "Gemma-4-31B": dict(
+        model_type="gemma4_text", vocab_size=262144, hidden_size=5376, intermediate_size=21504, num_hidden_layers=60,
+        num_attention_heads=32, num_key_value_heads=16, num_global_key_value_heads=4, head_dim=256, global_head_dim=512,
+        attention_k_eq_v=True, sliding_window=1024, hidden_size_per_layer_input=0, final_logit_softcapping=30.0,
+        max_position_embeddings=262144, rms_norm_eps=1e-6,
     ),
 }  # fmt: skip
 CASES = (
@@ -131,7 +139,7 @@ def first_layers(raw: dict[str, Any], layers: int) -> dict[str, Any]:
 
 def head_layer(target: ModelConfig) -> ModelConfig | None:
     """The layer of an EAGLE-3 head for a target that has no ordinary layer of its width; None: one like the target's."""
-    if target.family not in ("nemotron_h", "kimi_linear"):
+    if target.family not in ("nemotron_h", "kimi_linear", "gemma4_text"):
         return None
     return ModelConfig(
         family="llama", hidden_size=target.hidden_size, intermediate_size=4 * target.hidden_size, num_layers=1, num_heads=32,
@@ -149,6 +157,8 @@ def fill_hybrid(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, RMSNorm | HeadsRMSNorm) and module.zero_centred:
             module.weight = nn.Buffer(torch.ones_like(module.weight, dtype=torch.float32))
+        if isinstance(module, LayerScale):
+            module.weight.fill_(1.0)
         if isinstance(module, GatedDeltaNet | Mamba2 | KimiDeltaAttention):
             for name, buffer in module.named_buffers(recurse=False):  # which were cast when the model was made
                 setattr(module, name, nn.Buffer(torch.empty_like(buffer, dtype=torch.float32)))
@@ -220,8 +230,9 @@ def cublas_ms(model: CausalLM, tokens: int) -> float:
 
 
 def random_models(name: str, config: ModelConfig, max_positions: int, device: torch.device) -> tuple[CausalLM, Drafters]:
-    aux, layer = (1, config.num_layers // 2 - 1, config.num_layers - 4), family_by(MODELS[name]["model_type"]).layer
-    model, eagle = random_pair(max_positions, device, config, aux, make_layer=layer, head_layer=head_layer(config))
+    aux, family = (1, config.num_layers // 2 - 1, config.num_layers - 4), family_by(MODELS[name]["model_type"])
+    own = {"make_layer": family.layer, "head_layer": head_layer(config), "model_class": family.model}
+    model, eagle = random_pair(max_positions, device, config, aux, **own)
     for each in (model, eagle):
         fill_hybrid(each)
     return model, Drafters(random_mtp(model, max_positions) if config.mtp_layers else eagle, eagle)
