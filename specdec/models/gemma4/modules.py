@@ -107,11 +107,12 @@ class GemmaLayer(PreNormLayer):
     """A block with norms on both sides of attention and MLP.
 
     experts: the mixture, if any; its norms are those whose names end in a number.  layer_input: None where layers have none.
+    shares_kv: as of SelfAttention.
     """
 
-    def __init__(self, config: GemmaConfig, index: int) -> None:
+    def __init__(self, config: GemmaConfig, index: int, shares_kv: bool) -> None:
         own = cast(GemmaConfig, config.with_heads_of(index))
-        attention = GemmaAttention(own, config.kv_source[index] != index)
+        attention = GemmaAttention(own, shares_kv)
         super().__init__(config, attention, GeluMLP(config, config.mlp_width(index)))
         H, self.eps = config.hidden_size, config.rms_norm_eps
         self.pre_feedforward_layernorm, self.post_feedforward_layernorm = RMSNorm(H, self.eps), RMSNorm(H, self.eps)
@@ -198,4 +199,4 @@ def rounded(factor: float, dtype: torch.dtype) -> float:
 
 def gemma_layer(config: GemmaConfig, index: int) -> GemmaLayer:
     """The layer of that number."""
-    return GemmaLayer(config, index)
+    return GemmaLayer(config, index, config.kv_source[index] != index)

@@ -1,0 +1,137 @@
+"""Assistants for the tiny Gemma 4 targets, which the zoo has by name once this file is imported; and what one drafts along a path.
+
+Shapes: P places of a text, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Gemma4AssistantConfig,
+    Gemma4AssistantForCausalLM,
+    Gemma4TextConfig,
+    PreTrainedModel,
+)
+
+from toolkit.models import MORE_HEADS, Zoo, scaled
+
+LAYERS = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+SHARED = "vocab_size", "num_attention_heads", "sliding_window", "attention_k_eq_v", "max_position_embeddings", "rope_parameters"
+
+
+def assistant_config(target: Gemma4TextConfig, layers: list[str] = LAYERS, **changes: Any) -> Gemma4AssistantConfig:
+    """That of an assistant for such a target.  changes: of text_config, or of the keys beside it."""
+    windowed, full = (target.per_layer_config[target.layer_types.index(kind)] for kind in LAYERS[:2])
+    own = {name: getattr(target, name) for name in SHARED} | dict(
+        hidden_size=24, intermediate_size=40, num_hidden_layers=len(layers), layer_types=layers, num_kv_shared_layers=0,
+        head_dim=windowed.head_dim, num_key_value_heads=windowed.num_key_value_heads, global_head_dim=full.head_dim,
+        num_global_key_value_heads=full.num_key_value_heads if target.attention_k_eq_v else None,
+        hidden_size_per_layer_input=0, vocab_size_per_layer_input=0, bos_token_id=0, eos_token_id=None, pad_token_id=None,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    beside = {"use_ordered_embeddings", "num_centroids", "centroid_intermediate_top_k", "backbone_hidden_size"} & changes.keys()
+    outer = {"backbone_hidden_size": target.hidden_size} | {name: changes.pop(name) for name in beside}
+    return Gemma4AssistantConfig(text_config=Gemma4TextConfig(**own | changes), **outer)
+
+
+@contextmanager
+def all_shared() -> Iterator[None]:
+    """Lets transformers make models all of whose layers share: its class of assistants asks for that, 5.23's of configs refuses."""
+    modes = Gemma4TextConfig.kv_sharing_modes
+
+    def own_modes(config: Gemma4TextConfig) -> list[str | None]:
+        count = config.num_hidden_layers
+        return ["reuse"] * count if config.num_kv_shared_layers == count else modes.fget(config)
+
+    with patch.object(Gemma4TextConfig, "kv_sharing_modes", property(own_modes)):
+        yield
+
+
+def save_assistant(folder: Path, target: Path, seed: int = 5, **changes: Any) -> Path:
+    """A random assistant, whose every weight matters."""
+    with all_shared():
+        config = assistant_config(AutoConfig.from_pretrained(target), **changes)
+        model = Gemma4AssistantForCausalLM(config).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        scalars = [(name, b) for name, b in model.named_buffers() if name.endswith("layer_scalar")]
+        for part, weight in (*model.named_parameters(), *scalars):
+            noise = torch.randn(weight.shape, generator=generator)
+            weight.copy_(1 + 0.2 * noise if part.endswith("layer_scalar") else scaled(part, noise))
+        if (lists := model.masked_embedding) is not None:
+            lists.token_ordering.copy_(torch.randperm(model.vocab_size, generator=generator))
+    model.save_pretrained(folder)
+    return folder
+
+
+class AloneAssistant:
+    """An assistant in transformers along any path after a committed text, in the words of `PathDrafter`.
+
+    text: all committed tokens, then the bonus token.  Of windowed layers it is given the last keys that one window holds.
+    """
+
+    def __init__(self, model: Gemma4AssistantForCausalLM, target: PreTrainedModel, text: list[int]) -> None:
+        self.model, self.embed, self.text = model, target.get_input_embeddings(), text
+        for kind in LAYERS[:2]:  # the last layer of a kind that has keys; where none shares, transformers hands none on
+            stored = [each.self_attn for each in target.model.layers if each.self_attn.layer_type == kind]
+            [each for each in stored if not each.is_kv_shared_layer][-1].store_full_length_kv = True
+        with torch.no_grad():
+            seen = target.model(torch.tensor([text[:-1]]), use_cache=False, return_shared_kv_states=True)
+        window = target.config.sliding_window
+        self.keys = {
+            kind: tuple(x[:, :, -window:] if kind == "sliding_attention" else x for x in kv)
+            for kind, kv in seen.shared_kv_states.items()
+        }
+        self.feature = seen.last_hidden_state[:, -1:]
+        self._states: dict[tuple[int, ...], tuple[Tensor, Tensor, Tensor]] = {}
+
+    @classmethod
+    def of(cls, zoo: Zoo, target: str, kind: str, text: list[int]) -> AloneAssistant:
+        """In float64."""
+        with all_shared():
+            own = Gemma4AssistantForCausalLM.from_pretrained(zoo.head(target, kind), dtype=torch.float64).eval()
+        return cls(own, AutoModelForCausalLM.from_pretrained(zoo.target(target), dtype=torch.float64).eval(), text)
+
+    @torch.no_grad()
+    def _at(self, path: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
+        """(the state that the output layer reads [H], the recycled state, logits [V]) after the path's last token."""
+        if path not in self._states:
+            hidden = self._at(path[:-1])[1] if path else self.feature
+            token = torch.tensor([[path[-1] if path else self.text[-1]]])
+            read = list[Tensor]()
+            hook = self.model.model.register_forward_hook(lambda _, __, out: read.append(out.last_hidden_state[0, 0]))
+            out = self.model(
+                inputs_embeds=torch.cat((self.embed(token), hidden), dim=-1), shared_kv_states=self.keys,
+                position_ids=torch.tensor([[len(self.text) - 1]]), use_cache=False,
+            )  # fmt: skip
+            hook.remove()
+            self._states[path] = read[0], out.last_hidden_state, out.logits[0, 0]
+        return self._states[path]
+
+    def state(self, path: tuple[int, ...]) -> Tensor:
+        return self._at(path)[0]
+
+    def log_probs(self, path: tuple[int, ...]) -> dict[int, float]:
+        """Of all tokens; of an output layer that computes some, of these alone."""
+        logits_V = self._at(path)[2]
+        if self.model.masked_embedding is not None:
+            logits_V = torch.where(logits_V > logits_V.min(), logits_V, -torch.inf)
+        return dict(enumerate(logits_V.log_softmax(-1).tolist()))
+
+
+ASSISTANTS = {
+    "assistant": save_assistant,
+    "assistant-ordered": partial(save_assistant, use_ordered_embeddings=True, num_centroids=10, centroid_intermediate_top_k=4),
+    "assistant-small": partial(save_assistant, layers=["full_attention"], hidden_size=16),
+}
+MORE_HEADS |= ASSISTANTS
