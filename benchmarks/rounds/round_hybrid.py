@@ -8,8 +8,9 @@
     python benchmarks rounds.round_hybrid --only none --profile-prompt    # where a prompt's time goes: about 40 seconds
 
 The byte limit counts weights (of experts those that were chosen), keys and values or latents, one read and one write of each
-row's states, and what nodes leave.  Chains are drafted by the target's MTP layer where there is one, trees by an EAGLE-3 head;
-with random weights they accept nothing.  A verify is compared with the plain step of as many rows, by the GPU's time of both.
+row's states, and what nodes leave.  Chains are drafted by the target's MTP layer where there is one, trees by an EAGLE-3 head,
+and both by an assistant for Gemma 4; with random weights they accept nothing.  A verify is compared with the plain step of as
+many rows, by the GPU's time of both.
 Configs: the published ones, without their vision parts.
 """
 
@@ -30,8 +31,11 @@ from torch import Tensor, nn
 from rounds.mtp_8b import facts
 from rounds.round_8b import Case, make_decoder, measure, prefill_ms, random_pair, random_prompts, show
 from rounds.round_mixture import fill_buffers
+from specdec.attention.kinds import FULL
 from specdec.bench.kernels import trace
 from specdec.config import SamplingParams
+from specdec.draft.assistant.config import AssistantConfig, layers_read
+from specdec.draft.assistant.head import Assistant
 from specdec.draft.drafter import DraftModel
 from specdec.draft.mtp.head import MtpHead
 from specdec.draft.mtp.layouts import FAMILIES
@@ -40,6 +44,7 @@ from specdec.models.causal_lm import CausalLM
 from specdec.models.checkpoints.frame import Family
 from specdec.models.checkpoints.loader import build
 from specdec.models.config import ModelConfig
+from specdec.models.gemma4.config import GemmaConfig
 from specdec.models.gemma4.modules import LayerScale
 from specdec.models.kimi_linear.modules import KimiDeltaAttention
 from specdec.models.layers import HeadsRMSNorm, RMSNorm
@@ -105,7 +110,7 @@ PROMPT = 8192
 
 
 class Drafters(NamedTuple):
-    """chain: the target's MTP layer if it has one.  tree: an EAGLE-3 head."""
+    """chain: the target's MTP layer if it has one.  tree: an EAGLE-3 head.  Of Gemma 4 an assistant drafts both."""
 
     chain: DraftModel
     tree: DraftModel
@@ -194,6 +199,25 @@ def random_mtp(target: CausalLM, max_positions: int) -> MtpHead:
     return head
 
 
+def random_assistant(target: CausalLM, max_positions: int) -> Assistant:
+    """One of the published shape beside Gemma-4-31B: three windowed layers and a full one, of hidden_size 1,024."""
+    own, count = target.config, 4
+    assert isinstance(own, GemmaConfig)
+    kinds = (own.layer_kinds[0],) * (count - 1) + (FULL,)
+    layers = replace(
+        own, hidden_size=1024, intermediate_size=4096, num_layers=count, layer_kinds=kinds, kv_source=tuple(range(count)),
+    )  # fmt: skip
+    config = AssistantConfig(layers, own.hidden_size)
+    read = layers_read(config, own, "random assistant")
+    head = build(lambda: Assistant(config, read, max_positions), target.embed_tokens.weight.device, torch.bfloat16)
+    for parameter in head.parameters():
+        parameter.normal_(std=0.02) if parameter.dim() > 1 else parameter.fill_(1.0)
+    fill_hybrid(head)
+    head.borrow(target)
+    join(head, ALONE)
+    return head
+
+
 def profile_prompt(model: CausalLM, drafter: DraftModel) -> dict[str, Any]:
     """Milliseconds of one prompt by kind of kernel, and of the longest kernels.  Without a drafter's passes."""
     decoder, sampling = make_decoder(model, drafter, None, 1, PROMPT, "round"), SamplingParams(max_tokens=1, ignore_eos=True)
@@ -235,7 +259,11 @@ def random_models(name: str, config: ModelConfig, max_positions: int, device: to
     model, eagle = random_pair(max_positions, device, config, aux, **own)
     for each in (model, eagle):
         fill_hybrid(each)
-    return model, Drafters(random_mtp(model, max_positions) if config.mtp_layers else eagle, eagle)
+    if config.mtp_layers:
+        return model, Drafters(random_mtp(model, max_positions), eagle)
+    if isinstance(config, GemmaConfig):
+        return model, Drafters(*[random_assistant(model, max_positions)] * 2)
+    return model, Drafters(eagle, eagle)
 
 
 def save(out: Path | None, rows: list[dict[str, Any]]) -> None:

@@ -90,8 +90,9 @@ def test_text_is_the_target_s(zoo: Zoo, target: str, drafter: str, shape: Any, s
 
 
 def test_it_has_nothing_to_catch_up_with(zoo: Zoo) -> None:
-    """Keeps out: a draft after paused rounds that starts from a state of before them.  Runs that pause where others don't accept
-    the same drafts in the rounds after it."""
+    """Keeps out: a draft after paused rounds that starts from a state of before them.  A round accepts as many drafts as one at
+    the same place of a run without pauses.
+    """
     drafts = []
     for levels in ((2, 2, 2, 2, 2, 2, 2), (2, 0, 0, 0, 2, 0, 2)):
         decoder = zoo.decoder("gemma", "assistant", SpecConfig("auto", 4, 9), max_batch_size=1, page_size=4)

@@ -1,6 +1,6 @@
-"""Assistants for the tiny Gemma 4 targets, which the zoo has by name once this file is imported; and what one drafts along a path.
+"""Assistants for the tiny Gemma 4 targets, which the zoo has by name once this is imported; and what one says along a path.
 
-Shapes: P places of a text, H hidden.
+Shapes: H hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -22,10 +23,12 @@ from transformers import (
     Gemma4TextConfig,
     PreTrainedModel,
 )
+from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm, Gemma4TextScaledWordEmbedding
 
 from toolkit.models import MORE_HEADS, Zoo, scaled
 
 LAYERS = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+Model = TypeVar("Model", bound=PreTrainedModel)
 SHARED = "vocab_size", "num_attention_heads", "sliding_window", "attention_k_eq_v", "max_position_embeddings", "rope_parameters"
 
 
@@ -46,7 +49,7 @@ def assistant_config(target: Gemma4TextConfig, layers: list[str] = LAYERS, **cha
 
 @contextmanager
 def all_shared() -> Iterator[None]:
-    """Lets transformers make models all of whose layers share: its class of assistants asks for that, 5.23's of configs refuses."""
+    """Lets transformers make models all of whose layers share: its assistants ask for that, and 5.23's configs refuse it."""
     modes = Gemma4TextConfig.kv_sharing_modes
 
     def own_modes(config: Gemma4TextConfig) -> list[str | None]:
@@ -72,6 +75,21 @@ def save_assistant(folder: Path, target: Path, seed: int = 5, **changes: Any) ->
             lists.token_ordering.copy_(torch.randperm(model.vocab_size, generator=generator))
     model.save_pretrained(folder)
     return folder
+
+
+def without_float32(model: Model) -> Model:
+    """The model, whose norms and embeddings' scale transformers would compute in float32."""
+    for part in model.modules():
+        if isinstance(part, Gemma4RMSNorm):
+            weight = part.weight if part.with_scale else None
+            part.forward = partial(norm, weight=weight, eps=part.eps)
+        if isinstance(part, Gemma4TextScaledWordEmbedding):
+            part.embed_scale = torch.tensor(part.scalar_embed_scale, dtype=torch.float64)
+    return model
+
+
+def norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:], weight, eps)
 
 
 class AloneAssistant:
@@ -100,7 +118,8 @@ class AloneAssistant:
         """In float64."""
         with all_shared():
             own = Gemma4AssistantForCausalLM.from_pretrained(zoo.head(target, kind), dtype=torch.float64).eval()
-        return cls(own, AutoModelForCausalLM.from_pretrained(zoo.target(target), dtype=torch.float64).eval(), text)
+        whole = AutoModelForCausalLM.from_pretrained(zoo.target(target), dtype=torch.float64, experts_implementation="eager")
+        return cls(without_float32(own), without_float32(whole.eval()), text)
 
     @torch.no_grad()
     def _at(self, path: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
