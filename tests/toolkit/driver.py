@@ -238,8 +238,9 @@ class Driver(Hooks):
 
     @property
     def caches(self) -> tuple[Any, ...]:
-        """The target's cache, and the drafter's if there is a head."""
-        return tuple(self.cache(model) for model in ("target", "draft") if model == "target" or self.decoder.head is not None)
+        """The target's cache, and the drafter's if there is a head that keeps keys and values."""
+        head = self.decoder.head
+        return tuple(self.cache(model) for model in ("target", "draft") if model == "target" or (head and head.needs.models))
 
     def cache(self, model: Model) -> Any:
         if model == "target":
