@@ -76,7 +76,7 @@ class AssistantWorker(Drafter):
         beam, z_BPH = first_level(candidates, tokens_BK, logp_BK), z_BH[:, None]
         at_R, attn = self._root(state, K)
         for level in range(2, S + 1):
-            parents_RH = take_rows(z_BPH, beam.parents_BK).flatten(0, 1)
+            parents_RH = take_rows(z_BPH, beam.parents_BK.contiguous()).flatten(0, 1)
             z_RH = head(beam.tokens_BK.flatten(), head.recycled(parents_RH), at_R, attn)
             beam = expand(candidates, level, beam, head.logits(z_RH), None, head.vocabulary, noise and noise.at(level))
             z_BPH = z_RH.unflatten(0, (B, K))

@@ -34,11 +34,17 @@ SHARED = "vocab_size", "num_attention_heads", "sliding_window", "attention_k_eq_
 
 def assistant_config(target: Gemma4TextConfig, layers: list[str] = LAYERS, **changes: Any) -> Gemma4AssistantConfig:
     """That of an assistant for such a target.  changes: of text_config, or of the keys beside it."""
-    windowed, full = (target.per_layer_config[target.layer_types.index(kind)] for kind in LAYERS[:2])
+    if (by_layer := getattr(target, "per_layer_config", None)) is None:  # 5.17
+        kv = target.num_key_value_heads, target.num_global_key_value_heads or target.num_key_value_heads
+        sizes = list(zip((target.head_dim, target.global_head_dim), kv, strict=True))
+    else:
+        own_layers = (by_layer[target.layer_types.index(kind)] for kind in LAYERS[:2])
+        sizes = [(each.head_dim, each.num_key_value_heads) for each in own_layers]
+    (windowed_dim, windowed_kv), (full_dim, full_kv) = sizes
     own = {name: getattr(target, name) for name in SHARED} | dict(
         hidden_size=24, intermediate_size=40, num_hidden_layers=len(layers), layer_types=layers, num_kv_shared_layers=0,
-        head_dim=windowed.head_dim, num_key_value_heads=windowed.num_key_value_heads, global_head_dim=full.head_dim,
-        num_global_key_value_heads=full.num_key_value_heads if target.attention_k_eq_v else None,
+        head_dim=windowed_dim, num_key_value_heads=windowed_kv, global_head_dim=full_dim,
+        num_global_key_value_heads=full_kv if target.attention_k_eq_v else None,
         hidden_size_per_layer_input=0, vocab_size_per_layer_input=0, bos_token_id=0, eos_token_id=None, pad_token_id=None,
         tie_word_embeddings=True,
     )  # fmt: skip
@@ -50,7 +56,9 @@ def assistant_config(target: Gemma4TextConfig, layers: list[str] = LAYERS, **cha
 @contextmanager
 def all_shared() -> Iterator[None]:
     """Lets transformers make models all of whose layers share: its assistants ask for that, and 5.23's configs refuse it."""
-    modes = Gemma4TextConfig.kv_sharing_modes
+    if (modes := getattr(Gemma4TextConfig, "kv_sharing_modes", None)) is None:  # 5.17
+        yield
+        return
 
     def own_modes(config: Gemma4TextConfig) -> list[str | None]:
         count = config.num_hidden_layers
