@@ -18,6 +18,7 @@ from specdec.draft.kind import Facts, OpenDrafter
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.loader import build, fill_layer, fill_linear, fill_norm
 from specdec.models.config import ModelConfig, read_json
+from specdec.models.gemma4.config import GemmaConfig
 from specdec.models.gemma4.loader import PARTS
 from specdec.models.sharding import join, share_of
 from specdec.models.target import Target
@@ -64,7 +65,9 @@ class OpenAssistant(OpenDrafter):
 
     def load(self, target: Target, max_positions: int, device: torch.device, dtype: torch.dtype) -> Assistant:
         """With its weights, or with this rank's share of them."""
-        own = replace(self.config, model=share_of(self.config.model, target.config.shard, "draft head"))
+        model = share_of(self.config.model, target.config.shard, "draft head")
+        assert isinstance(model, GemmaConfig)
+        own = replace(self.config, model=model)
         head = build(lambda: Assistant(own, self.read, max_positions), device, dtype)
         fill(head, self.checkpoint)
         self.checkpoint.finish()
