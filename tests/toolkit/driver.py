@@ -239,8 +239,7 @@ class Driver(Hooks):
     @property
     def caches(self) -> tuple[Any, ...]:
         """The target's cache, and the drafter's if there is a head that keeps keys and values."""
-        head = self.decoder.head
-        return tuple(self.cache(model) for model in ("target", "draft") if model == "target" or (head and head.needs.models))
+        return tuple(map(self.cache, ("target", "draft")[: 2 if (head := self.decoder.head) and head.needs.models else 1]))
 
     def cache(self, model: Model) -> Any:
         if model == "target":

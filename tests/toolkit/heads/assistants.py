@@ -5,15 +5,13 @@ Shapes: H hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -53,26 +51,23 @@ def assistant_config(target: Gemma4TextConfig, layers: list[str] = LAYERS, **cha
     return Gemma4AssistantConfig(text_config=Gemma4TextConfig(**own | changes), **outer)
 
 
-@contextmanager
-def all_shared() -> Iterator[None]:
-    """Lets transformers make models all of whose layers share: its assistants ask for that, and 5.23's configs refuse it."""
-    if (modes := getattr(Gemma4TextConfig, "kv_sharing_modes", None)) is None:  # 5.17
-        yield
-        return
-
-    def own_modes(config: Gemma4TextConfig) -> list[str | None]:
-        count = config.num_hidden_layers
-        return ["reuse"] * count if config.num_kv_shared_layers == count else modes.fget(config)
-
-    with patch.object(Gemma4TextConfig, "kv_sharing_modes", property(own_modes)):
-        yield
+def empty_assistant(config: Gemma4AssistantConfig) -> Gemma4AssistantForCausalLM:
+    """All of its layers share keys: transformers' class of assistants asks for that, and 5.23's class of configs refuses it."""
+    text = config.text_config
+    text.num_kv_shared_layers = 0
+    model = Gemma4AssistantForCausalLM(config).eval()
+    text.num_kv_shared_layers = text.num_hidden_layers
+    for layer in model.model.layers:
+        own = layer.self_attn
+        own.is_kv_shared_layer, own.store_full_length_kv = True, False
+        for name in ("k_proj", "v_proj", "k_norm", "v_norm"):
+            delattr(own, name)
+    return model
 
 
 def save_assistant(folder: Path, target: Path, seed: int = 5, **changes: Any) -> Path:
     """A random assistant, whose every weight matters."""
-    with all_shared():
-        config = assistant_config(AutoConfig.from_pretrained(target), **changes)
-        model = Gemma4AssistantForCausalLM(config).eval()
+    model = empty_assistant(assistant_config(AutoConfig.from_pretrained(target), **changes))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         scalars = [(name, b) for name, b in model.named_buffers() if name.endswith("layer_scalar")]
@@ -124,8 +119,9 @@ class AloneAssistant:
     @classmethod
     def of(cls, zoo: Zoo, target: str, kind: str, text: list[int]) -> AloneAssistant:
         """In float64."""
-        with all_shared():
-            own = Gemma4AssistantForCausalLM.from_pretrained(zoo.head(target, kind), dtype=torch.float64).eval()
+        own = empty_assistant(Gemma4AssistantConfig.from_pretrained(zoo.head(target, kind))).double()
+        unread = own.load_state_dict(load_file(zoo.head(target, kind) / "model.safetensors"), strict=False)
+        assert unread.missing_keys in ([], ["lm_head.weight"]) and not unread.unexpected_keys  # which is the table
         whole = AutoModelForCausalLM.from_pretrained(zoo.target(target), dtype=torch.float64, experts_implementation="eager")
         return cls(without_float32(own), without_float32(whole.eval()), text)
 
