@@ -30,6 +30,17 @@ from specdec.models.target import Target
 from specdec.steps import Needs
 
 
+class BorrowedKeys(NamedTuple):
+    """The target's own keys and values, as a drafter's layers read them.
+
+    layers: for each of the drafter's layers, the target's layer that stores what it reads.  config: of the drafter's layers,
+    which store nothing.
+    """
+
+    layers: tuple[int, ...]
+    config: ModelConfig
+
+
 @dataclass(frozen=True)
 class DraftNeeds:
     """What a drafter needs of its target and of the pool.
@@ -39,12 +50,19 @@ class DraftNeeds:
     models: the configs of the parts that keep keys and values in the target's pages.
     slot_bytes: what else it keeps of each token of the first group of layers.
     page_values: how many numbers in the models' dtype it keeps of each of that group's pages.
+    borrowed: what it reads of the target's keys and values; None: nothing.
     """
 
     features: tuple[int, ...] | None
     models: tuple[ModelConfig, ...] = ()
     slot_bytes: int = 0
     page_values: int = 0
+    borrowed: BorrowedKeys | None = None
+
+    @property
+    def configs(self) -> tuple[ModelConfig, ...]:
+        """Of all its layers that attend."""
+        return self.models if self.borrowed is None else (*self.models, self.borrowed.config)
 
 
 class CachedBySlot(Protocol):
@@ -60,7 +78,8 @@ class DrafterContext(NamedTuple):
     """What a drafter is given to work with.
 
     spec: the shape of trees, or "auto".  shapes: those that it may be asked for, each round another one.
-    caches: empty, one for each of the models in `DraftNeeds`.  slots: of the first group of layers, page_size of them a page.
+    caches: empty, one for each of the models in `DraftNeeds`.  target_cache: the target's own, to be read alone.
+    slots: of the first group of layers, page_size of them a page.
     span: how many tokens back the first group's slots are kept; None: all of them.
     rows: of the batch, the last one of padding included.  max_pause: the most tokens of a row that rounds may emit without the
     drafter (see `Drafter.keep`); 0 if no round is ever paused.
@@ -70,6 +89,7 @@ class DrafterContext(NamedTuple):
     shapes: tuple[SpecConfig, ...]
     backend: Backend
     caches: tuple[KVCache, ...]
+    target_cache: KVCache
     slots: int
     page_size: int
     span: int | None

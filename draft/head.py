@@ -25,6 +25,8 @@ from specdec.models.target import Target
 from specdec.parallel.group import ALONE, Group
 from specdec.parallel.vocabulary import Vocabulary
 
+NEVER = -1e4  # logit of a token that is not to be drafted; 16 bits hold it, and noise does not lift it
+
 
 class Head(DraftModel):
     """A drafter with weights.  The embedding and the language-model head may be the target's own modules.

@@ -17,7 +17,10 @@ KINDS = {  # how `draft=` spells a kind: the module that declares it, as KIND
     "mtp": "specdec.draft.mtp.kind",
     "ngram": "specdec.draft.ngram.kind",
 }
-BY_FILES = {"model": "specdec.draft.model.kind"}  # likewise, of kinds that `draft=` names by a folder
+BY_FILES = {  # likewise, of kinds that `draft=` names by a folder
+    "assistant": "specdec.draft.assistant.kind",
+    "model": "specdec.draft.model.kind",
+}
 
 
 def kind_of(name: object) -> DrafterKind | None:

@@ -71,7 +71,10 @@ class Finding(NamedTuple):
 
 
 class TargetPass:
-    """The target's states and choices along a text."""
+    """The target's states and choices along a text.
+
+    kinds: of the target's layers.  kept: by layer, the keys and values that the head reads.
+    """
 
     def __init__(self, head: AnyHead, target: Target, ids_T: Tensor) -> None:
         self.ids_T, N = ids_T, target.config.num_layers
@@ -79,8 +82,11 @@ class TargetPass:
         self.layers = tuple(sorted(layer for layer in near if 0 <= layer < N))
         if not self.layers and not target.config.features_refusal:
             self.layers = (N - 1,)
-        attn = DenseAttention(target.config.layer_kinds, 1, kv_layers=target.config.kv_source)
+        borrowed = head.needs.borrowed
+        kept = () if borrowed is None else borrowed.layers
+        attn = DenseAttention(target.config.layer_kinds, 1, kv_layers=target.config.kv_source, kept_layers=kept)
         out = target(ids_T, torch.arange(len(ids_T), dtype=torch.int64, device=ids_T.device), attn, self.layers)
+        self.kinds, self.kept = target.config.layer_kinds, attn.kept
         self.final_TH, self.states_TF = out.hidden_TH, out.aux_TA
         self.chosen_P = target.vocabulary.greedy(target.logits(out.hidden_TH))[1:]
 

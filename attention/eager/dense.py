@@ -7,7 +7,7 @@ Shapes: B rows of T tokens each, N = B * T, Q query heads, K kv heads, D head di
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -28,6 +28,7 @@ class DenseAttention:
     as_stored: rounds what layers keep as an 8-bit cache would; None: the cache keeps it as it is.
     kv_layers: as in KVCache; left out: every layer reads its own keys and values.
     queries_as_read: rounds queries as attention over such a cache would; None: they are multiplied as they are.
+    kept_layers: those whose keys and values stay in `kept` after the pass, beside those that later layers read.
     """
 
     def __init__(
@@ -37,11 +38,13 @@ class DenseAttention:
         as_stored: StoreFn | None = None,
         kv_layers: Sequence[int] = (),
         queries_as_read: Callable[[Tensor], Tensor] | None = None,
+        kept_layers: Collection[int] = (),
     ) -> None:
         self.kinds, self.batch, self.as_stored, self.queries_as_read = kinds, batch, as_stored, queries_as_read
         self._selected: Tensor | None = None  # by the last layer that selects keys
         self.kv_layers = kv_layers or range(len(kinds))
-        self._kept: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values of layers that others read, from this pass
+        self.kept_layers = kept_layers
+        self.kept: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values by layer, from this pass
 
     def __call__(self, layer: int, inputs: LayerInputs, rows_R: Tensor | None = None, scoring: Scoring = PLAIN) -> Tensor:
         if (out := inputs.whole_rows(self.batch)) is not None:
@@ -63,14 +66,29 @@ class DenseAttention:
         else:
             heads = inputs.dense_as_stored(partial(self.as_stored, layer))
         if layer == source:
-            if layer in self.kv_layers[layer + 1 :]:
-                self._kept[layer] = heads.k_TKD, heads.v_TKE
+            if layer in self.kv_layers[layer + 1 :] or layer in self.kept_layers:
+                self.kept[layer] = heads.k_TKD, heads.v_TKE
             return heads
-        k_TKD, v_TKE = self._kept[source]
+        k_TKD, v_TKE = self.kept[source]
         q = heads.q_TQD
         if rows_R is not None:  # queries of these tokens alone; the others' attention is computed and not used
             q = q.new_zeros(len(k_TKD), *q.shape[1:]).index_copy(0, rows_R, q)
         return DenseHeads(q, k_TKD, v_TKE)
+
+
+class KeptKeys:
+    """The attention of a later pass over one row, whose layers have queries alone: an AttentionFn.
+
+    Query t reads keys up to number t.  kinds: by layer.  kept: keys and values by layer, of an earlier pass.
+    """
+
+    def __init__(self, kinds: Sequence[LayerKind], kept: Mapping[int, tuple[Tensor, Tensor]]) -> None:
+        self.kinds, self.kept = kinds, kept
+
+    def __call__(self, layer: int, inputs: LayerInputs, rows_R: Tensor | None = None, scoring: Scoring = PLAIN) -> Tensor:
+        assert rows_R is None
+        q, k, v = (per_row(x, 1) for x in (inputs.dense().q_TQD, *self.kept[layer]))
+        return attend_rows(q, k, v, self.kinds[layer], scoring).transpose(1, 2).flatten(0, 1)
 
 
 def per_row(x_NHD: Tensor, batch: int) -> Tensor:

@@ -121,15 +121,16 @@ def random_pair(
     make_layer: MakeLayer = decoder_layer,
     no_experts: bool = False,
     head_layer: ModelConfig | None = None,
+    model_class: type[CausalLM] = CausalLM,
 ) -> tuple[CausalLM, EagleHead]:
     """Both models with normal weights, made on the GPU.  The head has the real one's shape, over those layers' outputs.
 
     group: the ranks of which each makes a share of both.  make_layer: of a target that is no Llama.
     no_experts: whether the experts' matrices take no memory yet, because the caller stores them in fewer bits.
-    head_layer: the head's layer; left out: one like the target's, without experts.
+    head_layer: the head's layer; left out: one like the target's, without experts.  model_class: the model around the layers.
     """
     shard, vocab = Shard(group.rank, group.size), min(DRAFT_VOCAB, target.vocab_size)
-    model = build(lambda: CausalLM(share_of(target, shard), max_positions, make_layer), device, torch.bfloat16, no_experts)
+    model = build(lambda: model_class(share_of(target, shard), max_positions, make_layer), device, torch.bfloat16, no_experts)
     for matrix in model.modules() if no_experts else ():
         if isinstance(matrix, Linear):
             for part in matrix.parts.sizes:

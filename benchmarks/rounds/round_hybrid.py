@@ -1,14 +1,16 @@
-"""Milliseconds a round of hybrids in bf16, random weights, against the bytes of that work: the targets of the issue.
+"""Milliseconds a round of hybrids and of Gemma 4 in bf16, random weights, against the bytes of that work.
 
     python benchmarks rounds.round_hybrid --out benchmarks/rounds/results/round_hybrid.json
     python benchmarks rounds.round_hybrid --model Qwen3.5-35B-A3B --only plain:1
     python benchmarks rounds.round_hybrid --model Nemotron-3-Nano-30B-A3B --rounds 20
+    python benchmarks rounds.round_hybrid --model Gemma-4-31B --rounds 20 --only plain:1 --no-prompt
     python benchmarks rounds.round_hybrid --layers 8 --no-trace
     python benchmarks rounds.round_hybrid --only none --profile-prompt    # where a prompt's time goes: about 40 seconds
 
 The byte limit counts weights (of experts those that were chosen), keys and values or latents, one read and one write of each
-row's states, and what nodes leave.  Chains are drafted by the target's MTP layer where there is one, trees by an EAGLE-3 head;
-with random weights they accept nothing.  A verify is compared with the plain step of as many rows, by the GPU's time of both.
+row's states, and what nodes leave.  Chains are drafted by the target's MTP layer where there is one, trees by an EAGLE-3 head,
+and both by an assistant for Gemma 4; with random weights they accept nothing.  A verify is compared with the plain step of as
+many rows, by the GPU's time of both.
 Configs: the published ones, without their vision parts.
 """
 
@@ -29,8 +31,11 @@ from torch import Tensor, nn
 from rounds.mtp_8b import facts
 from rounds.round_8b import Case, make_decoder, measure, prefill_ms, random_pair, random_prompts, show
 from rounds.round_mixture import fill_buffers
+from specdec.attention.kinds import FULL
 from specdec.bench.kernels import trace
 from specdec.config import SamplingParams
+from specdec.draft.assistant.config import AssistantConfig, layers_read
+from specdec.draft.assistant.head import Assistant
 from specdec.draft.drafter import DraftModel
 from specdec.draft.mtp.head import MtpHead
 from specdec.draft.mtp.layouts import FAMILIES
@@ -39,6 +44,8 @@ from specdec.models.causal_lm import CausalLM
 from specdec.models.checkpoints.frame import Family
 from specdec.models.checkpoints.loader import build
 from specdec.models.config import ModelConfig
+from specdec.models.gemma4.config import GemmaConfig
+from specdec.models.gemma4.modules import LayerScale
 from specdec.models.kimi_linear.modules import KimiDeltaAttention
 from specdec.models.layers import HeadsRMSNorm, RMSNorm
 from specdec.models.linear import Linear
@@ -84,6 +91,12 @@ MODELS: dict[str, dict[str, Any]] = {
             kda_layers=[layer for layer in range(1, 28) if layer % 4 and layer < 27],
         ),
     ),
+    "Gemma-4-31B": dict(
+        model_type="gemma4_text", vocab_size=262144, hidden_size=5376, intermediate_size=21504, num_hidden_layers=60,
+        num_attention_heads=32, num_key_value_heads=16, num_global_key_value_heads=4, head_dim=256, global_head_dim=512,
+        attention_k_eq_v=True, sliding_window=1024, hidden_size_per_layer_input=0, final_logit_softcapping=30.0,
+        max_position_embeddings=262144, rms_norm_eps=1e-6,
+    ),
 }  # fmt: skip
 CASES = (
     Case("plain", 1, 1024),
@@ -97,7 +110,7 @@ PROMPT = 8192
 
 
 class Drafters(NamedTuple):
-    """chain: the target's MTP layer if it has one.  tree: an EAGLE-3 head."""
+    """chain: the target's MTP layer if it has one.  tree: an EAGLE-3 head.  Of Gemma 4 an assistant drafts both."""
 
     chain: DraftModel
     tree: DraftModel
@@ -131,7 +144,7 @@ def first_layers(raw: dict[str, Any], layers: int) -> dict[str, Any]:
 
 def head_layer(target: ModelConfig) -> ModelConfig | None:
     """The layer of an EAGLE-3 head for a target that has no ordinary layer of its width; None: one like the target's."""
-    if target.family not in ("nemotron_h", "kimi_linear"):
+    if target.family not in ("nemotron_h", "kimi_linear", "gemma4_text"):
         return None
     return ModelConfig(
         family="llama", hidden_size=target.hidden_size, intermediate_size=4 * target.hidden_size, num_layers=1, num_heads=32,
@@ -149,6 +162,8 @@ def fill_hybrid(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, RMSNorm | HeadsRMSNorm) and module.zero_centred:
             module.weight = nn.Buffer(torch.ones_like(module.weight, dtype=torch.float32))
+        if isinstance(module, LayerScale):
+            module.weight.fill_(1.0)
         if isinstance(module, GatedDeltaNet | Mamba2 | KimiDeltaAttention):
             for name, buffer in module.named_buffers(recurse=False):  # which were cast when the model was made
                 setattr(module, name, nn.Buffer(torch.empty_like(buffer, dtype=torch.float32)))
@@ -176,6 +191,25 @@ def random_mtp(target: CausalLM, max_positions: int) -> MtpHead:
     layer = replace(target.config, num_layers=1, layer_kinds=(), kv_source=(), mtp_layers=0)
     spec = MtpSpec(target.config.family, layer, ("mtp",), family.names, family.rules, family.block)
     head = build(lambda: MtpHead(spec, max_positions), target.embed_tokens.weight.device, torch.bfloat16)
+    for parameter in head.parameters():
+        parameter.normal_(std=0.02) if parameter.dim() > 1 else parameter.fill_(1.0)
+    fill_hybrid(head)
+    head.borrow(target)
+    join(head, ALONE)
+    return head
+
+
+def random_assistant(target: CausalLM, max_positions: int) -> Assistant:
+    """One of the published shape beside Gemma-4-31B: three windowed layers and a full one, of hidden_size 1,024."""
+    own, count = target.config, 4
+    assert isinstance(own, GemmaConfig)
+    kinds = (own.layer_kinds[0],) * (count - 1) + (FULL,)
+    layers = replace(
+        own, hidden_size=1024, intermediate_size=4096, num_layers=count, layer_kinds=kinds, kv_source=tuple(range(count)),
+    )  # fmt: skip
+    config = AssistantConfig(layers, own.hidden_size)
+    read = layers_read(config, own, "random assistant")
+    head = build(lambda: Assistant(config, read, max_positions), target.embed_tokens.weight.device, torch.bfloat16)
     for parameter in head.parameters():
         parameter.normal_(std=0.02) if parameter.dim() > 1 else parameter.fill_(1.0)
     fill_hybrid(head)
@@ -220,11 +254,16 @@ def cublas_ms(model: CausalLM, tokens: int) -> float:
 
 
 def random_models(name: str, config: ModelConfig, max_positions: int, device: torch.device) -> tuple[CausalLM, Drafters]:
-    aux, layer = (1, config.num_layers // 2 - 1, config.num_layers - 4), family_by(MODELS[name]["model_type"]).layer
-    model, eagle = random_pair(max_positions, device, config, aux, make_layer=layer, head_layer=head_layer(config))
+    aux, family = (1, config.num_layers // 2 - 1, config.num_layers - 4), family_by(MODELS[name]["model_type"])
+    own = {"make_layer": family.layer, "head_layer": head_layer(config), "model_class": family.model}
+    model, eagle = random_pair(max_positions, device, config, aux, **own)
     for each in (model, eagle):
         fill_hybrid(each)
-    return model, Drafters(random_mtp(model, max_positions) if config.mtp_layers else eagle, eagle)
+    if config.mtp_layers:
+        return model, Drafters(random_mtp(model, max_positions), eagle)
+    if isinstance(config, GemmaConfig):
+        return model, Drafters(*[random_assistant(model, max_positions)] * 2)
+    return model, Drafters(eagle, eagle)
 
 
 def save(out: Path | None, rows: list[dict[str, Any]]) -> None:

@@ -15,7 +15,7 @@ from specdec.attention.eager.dense import DenseAttention
 from specdec.attention.inputs import AttentionFn
 from specdec.config import SpecConfig
 from specdec.draft.drafter import DrafterContext, DraftNeeds, Impression
-from specdec.draft.head import StepHead
+from specdec.draft.head import NEVER, StepHead
 from specdec.draft.model.translation import Translation
 from specdec.draft.model.worker import SmallModelWorker
 from specdec.draft.smoke import MIN_ACCEPTED, MIN_PAIRS
@@ -25,8 +25,6 @@ from specdec.models.making import making
 from specdec.models.target import Target
 from specdec.parallel.group import ALONE
 from specdec.parallel.vocabulary import Vocabulary
-
-NEVER = -1e4  # logit of a token that the target does not have; 16 bits hold it, and noise does not lift it
 
 
 class SmallModel(StepHead):

@@ -9,7 +9,7 @@ Shapes: R rows, C columns.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import median
@@ -58,6 +58,8 @@ def byte_limit(
     draft = passes * (_weights(head, batch * spec.topk) - once) + once + rows * _row_bytes(head)
     draft += experts.bytes if experts else 0
     draft_kv = int(passes * batch * sum(_kv_bytes(head, config, kv_cache_dtype, context) for config in head.needs.models))
+    if (borrowed := head.needs.borrowed) is not None:
+        draft_kv += int(passes * batch * _kv_bytes(model, model.config, kv_cache_dtype, context / sharers, borrowed.layers))
     return replace(step, draft=draft, draft_kv=draft_kv, draft_passes=passes, draft_experts=experts)
 
 
@@ -145,9 +147,11 @@ def _row_bytes(module: Target | DraftModel) -> int:
     return sum(_bytes(table[0]) for table in _tables(module))
 
 
-def _kv_bytes(module: nn.Module, config: ModelConfig, kv_cache_dtype: str, context: float) -> float:
-    """Bytes of the keys and values of one sequence that all layers read."""
-    return kv_read_bytes(config, kv_cache_dtype, next(module.parameters()).dtype, context)
+def _kv_bytes(
+    module: nn.Module, config: ModelConfig, kv_cache_dtype: str, context: float, layers: Sequence[int] | None = None
+) -> float:
+    """Bytes of the keys and values of one sequence that layers read.  layers: as of `kv_read_bytes`."""
+    return kv_read_bytes(config, kv_cache_dtype, next(module.parameters()).dtype, context, layers)
 
 
 def _state_bytes(model: Target, batch: int, nodes: int) -> int:

@@ -126,7 +126,7 @@ def build_runner(model: Target, head: DraftModel | None, settings: EngineSetting
     max_captured = int(model.group.all_reduce_min(max_captured_cost(model, head), settings.device))
     shapes = head.shapes(settings.spec) if head and settings.spec else ()
     spec = shapes[0] if len(shapes) == 1 else None
-    needed = head.needs.models if head else ()
+    needed = head.needs.configs if head else ()
     purpose = repr((model.config, type(head).__name__, needed, settings)) if can_rehearse(model, settings) else None
     return DeviceRunner(workers, settings.cuda_graphs, max_captured, shared, purpose, spec)
 
@@ -156,7 +156,7 @@ def _workers(model: Target, head: DraftModel | None, settings: EngineSettings, p
         verifier = HybridVerifier(*given, *_states(model.config, settings, plan.states, rows))
     # The drafter's numbers don't reach the text, so it runs what is fastest.
     draft_backend = make_backend(settings.attention_backend) if settings.numerics.is_invariant else backend
-    drafter = head.worker(_drafter_context(head, draft_backend, settings, plan, rows)) if head else None
+    drafter = head.worker(_drafter_context(head, cache, draft_backend, settings, plan, rows)) if head else None
     sizes = {"page_size": settings.page_tokens, "groups": len(plan.groups), "encoder_size": longest}
     return Workers(verifier, drafter, BatchState.empty(rows, settings.pages_per_sequence, **sizes, device=settings.device))
 
@@ -169,7 +169,9 @@ def _states(config: ModelConfig, settings: EngineSettings, plan: StatePlan, rows
     return pool, StateRows.empty(rows, plan.nodes, settings.device)
 
 
-def _drafter_context(head: DraftModel, backend: Backend, settings: EngineSettings, plan: PoolPlan, rows: int) -> DrafterContext:
+def _drafter_context(
+    head: DraftModel, target_cache: KVCache, backend: Backend, settings: EngineSettings, plan: PoolPlan, rows: int
+) -> DrafterContext:  # fmt: skip
     spec = settings.spec
     assert spec is not None
     # A round may begin a round's tokens later than the host knows.
@@ -179,6 +181,7 @@ def _drafter_context(head: DraftModel, backend: Backend, settings: EngineSetting
         shapes=head.shapes(spec),
         backend=backend,
         caches=tuple(_cache(head, config, plan, settings) for config in head.needs.models),
+        target_cache=target_cache,
         slots=plan.num_pages[0] * settings.page_tokens,
         page_size=settings.page_tokens,
         span=plan.groups[0].span,
@@ -278,7 +281,7 @@ def max_captured_cost(model: Target, head: DraftModel | None) -> int:
     The time to launch a layer does not depend on the layer's size, while the time of its kernels grows with the weights that a
     token is multiplied with: of a stack of experts, those that it chooses.
     """
-    layers = sum(config.num_layers for config in (model.config, *(head.needs.models if head else ())))
+    layers = sum(config.num_layers for config in (model.config, *(head.needs.configs if head else ())))
     experts = model.config.experts
     share = experts.router.top_k / experts.count if experts else 1.0
     every = {*model.parameters(), *(head.parameters() if head else ())}

@@ -79,7 +79,7 @@ def check_pair(
     if drafter is not None:
         match_vocabulary(drafter, folder, chosen.config)
     pair = CheckedPair(folder, chosen, checkpoint, settings, drafter)
-    for index, config in enumerate(pair.configs):
+    for index, config in enumerate((chosen.config, *(drafter.model.needs.configs if drafter else ()))):
         if index == 0 and chosen.native is None:
             continue  # each rank holds all of it
         share_of(config, Shard(0, options.tensor_parallel_size), "draft head" if index else "target")

@@ -238,7 +238,7 @@ def _models(pair: CheckedPair, settings: EngineSettings) -> CountedModels:
     lossless = lossless_bytes_of(own, without, held, config.tie_embeddings) if packs else 0
     if drafter is None or drafter.checkpoint is None:  # one without files keeps a few bytes of a token, and reads no weights
         return CountedModels(configs, (weights,), scratch=scratch, lossless=lossless)
-    without, layers = drafter.unkept(own), configs[1]
+    without, layers = drafter.unkept(own), share_of(drafter.model.needs.configs[0], Shard(0, ranks))
     drafted = tensor_bytes(drafter.checkpoint, layers, settings.dtype, without)
     drafted += drafter.added_values * settings.dtype.itemsize
     lossless += lossless_bytes_of(drafter.checkpoint, without, share_of_tensor(layers)) if packs else 0

@@ -23,7 +23,7 @@ from specdec.models.layers import MLP, Embedding, NoNorm, RMSNorm, Rotary, SelfA
 from specdec.models.linear import Linear
 from specdec.models.mixtures.layer import MixtureOfExperts
 from specdec.models.target import Target, TargetOutput
-from specdec.ops.products.partials import Delta
+from specdec.ops.products.partials import Delta, NormedProduct
 from specdec.ops.rope import Rotation
 from specdec.ops.rows import select_rows
 from specdec.parallel.group import ALONE
@@ -45,7 +45,7 @@ class TargetLayer(nn.Module, ABC):
         attn: AttentionFn,
         layer: int,
         rows_R: Tensor | None = None,
-    ) -> tuple[Tensor, Delta | None]:
+    ) -> tuple[Tensor, Delta | NormedProduct | None]:
         """The pair (residual stream, what the caller still has to add to the stream), each [T, H] or [R, H]; None: nothing.
 
         The next layer's norm adds the two in its own kernel launch, which saves a launch a layer.
@@ -80,7 +80,7 @@ class PreNormLayer(TargetLayer):
         attn: AttentionFn,
         layer: int,
         rows_R: Tensor | None = None,
-    ) -> tuple[Tensor, Delta]:
+    ) -> tuple[Tensor, Delta | NormedProduct]:
         """See TargetLayer."""
         attended = self.self_attn(normed_TH, rotation, attn, layer, rows_R)
         x = x_TH if rows_R is None else select_rows(x_TH, rows_R)

@@ -78,14 +78,16 @@ def token_bytes_by_kind(config: ModelConfig, kv_cache_dtype: str, dtype: torch.d
     return found
 
 
-def kv_read_bytes(config: ModelConfig, kv_cache_dtype: str, dtype: torch.dtype, context: float) -> float:
-    """Bytes that all layers read at least of a sequence of `context` tokens.  Layers that share keys and values each read them.
+def kv_read_bytes(
+    config: ModelConfig, kv_cache_dtype: str, dtype: torch.dtype, context: float, layers: Sequence[int] | None = None
+) -> float:
+    """Bytes that layers read at least of a sequence of `context` tokens.  Layers that share keys and values each read them.
 
-    dtype: the model's.
+    dtype: the model's.  layers: those that store what is read, each as often as it is read; None: all of the model's do.
     Where an indexer chooses, its layers read all of its keys, and each layer the latents of the most tokens that a query reads.
     """
     layout = cache_layout(config, kv_cache_dtype, dtype)
-    token = sum(map(layout.layer_bytes, config.key_sources))
+    token = sum(map(layout.layer_bytes, config.key_sources if layers is None else layers))
     if (index := config.indexer) is None:
         return context * token
     keys = len(set(index.sources)) * index.head_dim * dtype.itemsize

@@ -22,7 +22,7 @@ from specdec.models.making import made_now, new_weight
 from specdec.models.yarn import YarnRope, yarn_frequencies
 from specdec.ops.norm import add_normed, add_rms_norm, embed_rms_norm, rms_norm
 from specdec.ops.products.dense import relu2
-from specdec.ops.products.partials import Delta, Partials, added_up
+from specdec.ops.products.partials import Delta, NormedProduct, Partials, added_up
 from specdec.ops.rope import PLAIN_VALUES, HeadPrep, Rotation, rotary_table
 from specdec.parallel.group import ALONE, Group
 
@@ -58,27 +58,43 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
     def add(
-        self, x_TH: Tensor, delta_TH: Delta | None, out_TH: Tensor | None = None, below_CH: Tensor | None = None
+        self,
+        x_TH: Tensor,
+        delta_TH: Delta | NormedProduct | None,
+        out_TH: Tensor | None = None,
+        below_CH: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The pair (x + delta, the norm of x + delta), each [T, H], from one kernel launch.
 
-        delta: this rank's partial sum of what the layer before computed; None: that is in x already, on all ranks.
+        delta: this rank's partial sum of what the layer before computed, which may have to be normed before it is added
+            (`before_adding`); None: that is in x already, on all ranks.
         out_TH: memory for the sum.  below_CH: rows that follow the normed ones, so that the second result is [T + C, H].
         """
         if delta_TH is None:
             assert below_CH is None
             return x_TH if out_TH is None else out_TH.copy_(x_TH), self(x_TH)
+        if isinstance(delta_TH, NormedProduct):
+            if self.group.size > 1 and not delta_TH.is_whole:
+                delta_TH = delta_TH._replace(product=self.group.all_reduce(added_up(delta_TH.product)))
+            return add_rms_norm(x_TH, delta_TH, self.weight, self.eps, out_TH, below_CH)
         if self.group.size > 1:  # ranks exchange products
             delta_TH = added_up(delta_TH)
         if not isinstance(delta_TH, Tensor):
             return add_rms_norm(x_TH, delta_TH, self.weight, self.eps, out_TH, below_CH)
         return self.group.all_reduce_add_rms_norm(x_TH, delta_TH, self.weight, self.eps, out_TH, below_CH)
 
-    def add_normed(self, x_TH: Tensor, delta_TH: Delta) -> Tensor:
-        """x + the norm of the sum of all ranks' deltas: [T, H], from one kernel launch."""
-        if self.group.size > 1:
+    def add_normed(self, x_TH: Tensor, delta_TH: Delta, *, is_whole: bool = False) -> Tensor:
+        """x + the norm of the sum of all ranks' deltas: [T, H], from one kernel launch.
+
+        is_whole: whether delta is that sum already.
+        """
+        if self.group.size > 1 and not is_whole:
             delta_TH = self.group.all_reduce(added_up(delta_TH))
         return add_normed(x_TH, delta_TH, self.weight, self.eps)
+
+    def before_adding(self, output: Delta, scale_1: Tensor | None = None, *, is_whole: bool = False) -> NormedProduct:
+        """A block's output under this norm, for the next norm to add in its own launch.  The others: as of NormedProduct."""
+        return NormedProduct(output, self.weight, self.eps, scale_1, is_whole)
 
     def embed(self, ids_T: Tensor, table_VH: Tensor, below_CH: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The pair (embeddings of the ids (int64), their norm), each [T, H].  below_CH: as of `add`."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from specdec.ops.launch import use_kernels
 from specdec.ops.operator import define, use_operator
-from specdec.ops.products.partials import Delta, added_up
+from specdec.ops.products.partials import Delta, NormedProduct, added_up
 
 
 def rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
@@ -40,7 +40,7 @@ def _normed(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm(
     x_TH: Tensor,
-    delta_TH: Delta,
+    delta_TH: Delta | NormedProduct,
     weight_H: Tensor,
     eps: float,
     out_TH: Tensor | None = None,
@@ -48,12 +48,18 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """(x + delta, its norm): the new residual stream, and the input of the next block.
 
+    A `NormedProduct` is normed first, and its sum with x may be multiplied with a number.
     out_TH: memory for the sum; its rows may be strided.  below_CH: rows that follow the normed ones in the second result.
     """
     if use_kernels(x_TH):
         from specdec.ops.norm_triton import launch_add_rms_norm
 
         return launch_add_rms_norm(x_TH, delta_TH, weight_H, eps, out_TH=out_TH, below_CH=below_CH)
+    if isinstance(delta_TH, NormedProduct):
+        total_TH = x_TH + rms_norm(added_up(delta_TH.product), delta_TH.weight_N, delta_TH.eps)
+        total_TH = total_TH if delta_TH.scale_1 is None else total_TH * delta_TH.scale_1
+        normed_TH = rms_norm(total_TH, weight_H, eps)
+        return total_TH if out_TH is None else out_TH.copy_(total_TH), _above(normed_TH, below_CH)
     delta_TH = added_up(delta_TH)
     if use_operator(x_TH):
         total_TH, normed_TH = ADD_RMS_NORM(x_TH, delta_TH, weight_H, eps)

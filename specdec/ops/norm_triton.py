@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 import triton
@@ -15,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.ops.launch import chained
-from specdec.ops.products.partials import Delta, Partials, TwoProducts
+from specdec.ops.products.partials import Delta, NormedProduct, Partials, TwoProducts
 
 MANY = tl.constexpr(4)  # threshold in partials: of more, the compiler would let a few loads at a time wait for sums
 
@@ -26,7 +25,9 @@ def add_rms_norm_kernel(
     x,
     delta,  # [T, H], or [PARTIALS, T, H] float32, whose sum is rounded first, and then multiplied if HAS_TIMES
     second,  # as delta, if PARTIALS_2 is not 0: their rounded sum is added
-    weight,
+    weight,  # of the total's norm, if NORMS_TOTAL
+    inner,  # of delta's norm before it is added, if NORMS_DELTA
+    scale,  # [1]: what the total is multiplied with, if HAS_SCALE
     below,  # [C, H]
     total,
     normed,  # [T + C, H], if the total is normed
@@ -39,6 +40,7 @@ def add_rms_norm_kernel(
     stride_second,
     stride_partial_2,
     eps,
+    inner_eps,
     times,
     times_2,
     SIZE: tl.constexpr,
@@ -52,15 +54,18 @@ def add_rms_norm_kernel(
     HAS_BELOW: tl.constexpr,
     HAS_TIMES: tl.constexpr,
     HAS_TIMES_2: tl.constexpr,
-    NORMS: tl.constexpr,
+    NORMS_DELTA: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    NORMS_TOTAL: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """NORMS: what is normed: "total", "delta" before it is added, or "nothing"."""
     row = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, PADDED)
     ok = h < SIZE
-    if NORMS != "nothing":  # no kernel writes weights, so they may be read before the wait
-        scale = tl.load(weight + h, mask=ok, other=0.0).to(tl.float32)
+    if NORMS_TOTAL:  # no kernel writes weights, so they may be read before the wait
+        weight_H = tl.load(weight + h, mask=ok, other=0.0).to(tl.float32)
+    if NORMS_DELTA:
+        inner_H = tl.load(inner + h, mask=ok, other=0.0).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -82,14 +87,17 @@ def add_rms_norm_kernel(
                 HAS_TIMES_2,
             )  # fmt: skip
             added = added.to(value.dtype).to(tl.float32)
-        if NORMS == "delta":
-            added = (added * tl.rsqrt(tl.sum(added * added, 0) / SIZE + eps) * scale).to(value.dtype).to(tl.float32)
+        if NORMS_DELTA:
+            rms = tl.rsqrt(tl.sum(added * added, 0) / SIZE + inner_eps)
+            added = (added * rms * inner_H).to(value.dtype).to(tl.float32)
         value = (value.to(tl.float32) + added).to(value.dtype)
+        if HAS_SCALE:
+            value = (value.to(tl.float32) * tl.load(scale).to(tl.float32)).to(value.dtype)
     if HAS_DELTA or EMBEDS:
         tl.store(total + row * stride_total + h, value, mask=ok)
-    if NORMS == "total":
+    if NORMS_TOTAL:
         value = value.to(tl.float32)
-        value = value * tl.rsqrt(tl.sum(value * value, 0) / SIZE + eps) * scale
+        value = value * tl.rsqrt(tl.sum(value * value, 0) / SIZE + eps) * weight_H
         tl.store(normed + row * SIZE + h, value.to(normed.dtype.element_ty), mask=ok)
 
 
@@ -207,7 +215,7 @@ def _launch_parts(
 
 def launch_add_rms_norm(
     x: Tensor,
-    delta: Delta | None,
+    delta: Delta | NormedProduct | None,
     weight_H: Tensor,
     eps: float,
     *,
@@ -228,38 +236,47 @@ def launch_add_rms_norm(
     assert out_TH is None or out_TH.dim() == 2, "rows of more dimensions might be copied, and the sum be lost"
     assert total.shape == shape and total.stride(-1) == 1 and total.dtype == x.dtype
     assert ids_T is None or ids_T.is_contiguous()
-    _launch_rows(x, delta, weight_H, eps, ids_T, total, normed, below_CH, "total")
+    _launch_rows(x, delta, weight_H, eps, ids_T, total, normed, below_CH)
     return total, normed
 
 
 def launch_add_normed(x_TH: Tensor, delta: Delta, weight_H: Tensor | None, eps: float) -> Tensor:
     """`norm.add_normed`."""
     total = torch.empty_like(x_TH, memory_format=torch.contiguous_format)
-    _launch_rows(x_TH, delta, weight_H, eps, None, total, total, None, "nothing" if weight_H is None else "delta")
+    added = delta if weight_H is None else NormedProduct(delta, weight_H, eps)
+    _launch_rows(x_TH, added, None, eps, None, total, total, None)
     return total
 
 
 def _launch_rows(
-    x: Tensor, delta: Delta | None, weight_H: Tensor | None, eps: float, ids_T: Tensor | None, total: Tensor,
-    normed: Tensor, below_CH: Tensor | None, norms: Literal["total", "delta", "nothing"],
+    x: Tensor, delta: Delta | NormedProduct | None, weight_H: Tensor | None, eps: float, ids_T: Tensor | None, total: Tensor,
+    normed: Tensor, below_CH: Tensor | None,
 ) -> None:  # fmt: skip
-    """The first kernel, of whatever there is.  total, normed: what it writes; without delta and ids only the latter."""
+    """The first kernel, of whatever there is.  total, normed: what it writes; without delta and ids only the latter.
+
+    weight_H: of the total's norm; None: it is not normed.
+    """
+    inner_H, inner_eps, scale_1 = None, 0.0, None
+    if isinstance(delta, NormedProduct):
+        delta, inner_H, inner_eps, scale_1, _ = delta
     x_TH, H, total_TH = _rows(x), x.shape[-1], _rows(total)
     T, C, below = len(total_TH), 0 if below_CH is None else len(below_CH), x_TH if below_CH is None else below_CH
     first, second = delta if isinstance(delta, TwoProducts) else (x_TH if delta is None else delta, None)
     one, two = _terms(first, x_TH), _terms(first if second is None else second, x_TH)
     assert delta is None or one.sums_SMN.shape[1:] == two.sums_SMN.shape[1:] == x_TH.shape
-    assert weight_H is None or weight_H.shape == (H,)
+    assert all(weight is None or weight.shape == (H,) for weight in (weight_H, inner_H))
     assert below.shape[1] == H and below.stride(1) == 1 and below.dtype == x.dtype
     if T + C:
         add_rms_norm_kernel[(T + C,)](
-            x_TH if ids_T is None else ids_T, x_TH, one.sums_SMN, two.sums_SMN, x_TH if weight_H is None else weight_H, below,
-            total_TH, normed, T, x_TH.stride(0), *one.sums_SMN.stride()[1::-1], below.stride(0), total_TH.stride(0),
-            *two.sums_SMN.stride()[1::-1], eps, one.times, two.times,
+            x_TH if ids_T is None else ids_T, x_TH, one.sums_SMN, two.sums_SMN, x_TH if weight_H is None else weight_H,
+            x_TH if inner_H is None else inner_H, x_TH if scale_1 is None else scale_1, below, total_TH, normed, T,
+            x_TH.stride(0), *one.sums_SMN.stride()[1::-1], below.stride(0), total_TH.stride(0),
+            *two.sums_SMN.stride()[1::-1], eps, inner_eps, one.times, two.times,
             SIZE=H, PADDED=triton.next_power_of_2(H), EMBEDS=ids_T is not None, HAS_DELTA=delta is not None,
             PARTIALS=len(one.sums_SMN), PADDED_PARTIALS=triton.next_power_of_2(len(one.sums_SMN)),
             PARTIALS_2=0 if second is None else len(two.sums_SMN), PADDED_PARTIALS_2=triton.next_power_of_2(len(two.sums_SMN)),
-            HAS_BELOW=below_CH is not None, HAS_TIMES=one.times != 1, HAS_TIMES_2=two.times != 1, NORMS=norms,
+            HAS_BELOW=below_CH is not None, HAS_TIMES=one.times != 1, HAS_TIMES_2=two.times != 1,
+            NORMS_DELTA=inner_H is not None, HAS_SCALE=scale_1 is not None, NORMS_TOTAL=weight_H is not None,
             num_warps=_warps(H, len(one.sums_SMN)), **chained(x.device),
         )  # fmt: skip
 

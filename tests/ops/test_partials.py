@@ -20,7 +20,7 @@ from specdec.ops.norm_triton import launch_add_normed, launch_add_rms_norm
 from specdec.ops.products.dense import DenseWeight, linear
 from specdec.ops.products.gpus import H200, GpuMatch
 from specdec.ops.products.numerics import FAST, INVARIANT
-from specdec.ops.products.partials import Delta, Partials, TwoProducts, added_up, multiplied
+from specdec.ops.products.partials import Delta, NormedProduct, Partials, TwoProducts, added_up, multiplied
 from specdec.ops.rope import Rotation
 
 EPS = 1e-5
@@ -88,6 +88,27 @@ def test_the_norm_multiplies_what_it_adds(S: int, times: float, second: tuple[in
     torch.testing.assert_close(
         after.double(), add_normed(x.double(), whole.double(), weight.double(), EPS), atol=8e-3, rtol=8e-3
     )
+
+
+@pytest.mark.parametrize("S", [1, 2, 5])
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_a_norm_adds_what_another_norm_gives(S: int, scale: float | None) -> None:
+    """Keeps out: one norm's weight or epsilon taken for the other's, partials that are normed one by one, and a multiplier of
+    the product alone, where it is that of its sum with the residual stream.
+    """
+    M, H, inner_eps = 5, 300, 0.5
+    x, weight, inner = rand(M, H, dtype=torch.float16), rand(H, dtype=torch.float16), rand(H, dtype=torch.float16)
+    scale_1 = None if scale is None else torch.tensor([scale], dtype=torch.float16, device=x.device)
+    product, memory = product_of(S, M, H, 1.0), x.new_empty(M, 2 * H)[:, H:]
+    total, normed = launch_add_rms_norm(x, NormedProduct(product, inner, inner_eps, scale_1), weight, EPS, out_TH=memory)
+    exact = added_up(product).double()
+    wide = NormedProduct(exact, inner.double(), inner_eps, None if scale_1 is None else scale_1.double())
+    want = add_rms_norm(x.double(), wide, weight.double(), EPS)
+    by_hand = x.double() + exact / (exact.square().mean(-1, keepdim=True) + inner_eps).sqrt() * inner.double()
+    torch.testing.assert_close(want[0], by_hand * (1.0 if scale_1 is None else scale_1.double()))
+    assert total.data_ptr() == memory.data_ptr()
+    torch.testing.assert_close(total.double(), want[0], atol=8e-3, rtol=8e-3)
+    torch.testing.assert_close(normed.double(), want[1], atol=2e-2, rtol=2e-2)
 
 
 def test_on_a_cpu_and_in_one_order_of_sums_there_are_no_partials() -> None:

@@ -238,8 +238,8 @@ class Driver(Hooks):
 
     @property
     def caches(self) -> tuple[Any, ...]:
-        """The target's cache, and the drafter's if there is a head."""
-        return tuple(self.cache(model) for model in ("target", "draft") if model == "target" or self.decoder.head is not None)
+        """The target's cache, and the drafter's if there is a head that keeps keys and values."""
+        return tuple(map(self.cache, ("target", "draft")[: 2 if (head := self.decoder.head) and head.needs.models else 1]))
 
     def cache(self, model: Model) -> Any:
         if model == "target":

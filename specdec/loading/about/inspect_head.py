@@ -17,7 +17,7 @@ from specdec.draft.find import how_to_read, open_by_files, refuse_idle
 from specdec.draft.formats.facts import UNKNOWN, facts_of
 from specdec.draft.formats.open import open_head
 from specdec.draft.kind import SUFFIX
-from specdec.draft.kinds import all_kinds, kind_of
+from specdec.draft.kinds import all_kinds, kind_of, kind_of_files
 from specdec.loading.about.inspect_target import stored_as
 from specdec.loading.about.pairs import pairs
 from specdec.loading.vocabularies import match_vocabulary
@@ -46,6 +46,8 @@ def head_facts(head: str | Path, target: str | Path | None, options: EngineOptio
     elif config and target_folder and (opened := open_by_files(folder, options, config, target_folder)):
         match_vocabulary(opened, target_folder, config)
         facts = opened.facts()
+    elif config is None and (needs := kind_of_files(folder, options)):
+        raise ValueError(f"inspect of {needs.title} needs --target, by which it is understood; got {folder} alone")
     else:
         is_named = options.draft_format != "auto"
         facts = facts_of(open_head(folder, config, how_to_read(options)), config is not None)

@@ -54,6 +54,8 @@ def head_mark(raw: dict[str, Any]) -> str:
     marks = [key for key in _HEAD_KEYS if raw.get(key) is not None]
     if raw.get("model_type") == "llama" and "bias" in raw:  # a key of EAGLE-1 heads, and of no Llama
         marks.append("bias")
+    if str(raw.get("model_type")).endswith("_assistant"):  # Gemma 4's, which read their target's keys and values
+        marks.append(f"model_type {raw['model_type']}")
     if any("eagle" in str(name).lower() for name in _as_list(raw.get("architectures"))):
         marks.append(f"architectures {raw['architectures']}")
     return marks[0] if marks else ""

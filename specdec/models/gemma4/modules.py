@@ -6,6 +6,7 @@ heads, X = Q + 2K, D head dimension, E experts, K (of experts) experts of a toke
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import cast
 
@@ -22,10 +23,9 @@ from specdec.models.making import made_now
 from specdec.models.mixtures.layer import MixtureOfExperts
 from specdec.models.mixtures.router import Router
 from specdec.models.mixtures.rules import ExpertsConfig
-from specdec.ops.norm import add_rms_norm
 from specdec.ops.products.experts import GeGLU
 from specdec.ops.products.own_pairs import Kept, own_pairs
-from specdec.ops.products.partials import Partials, added_up
+from specdec.ops.products.partials import NormedProduct, Partials, added_up
 from specdec.ops.rope import PLAIN_VALUES, Rotation, ValuePrep
 from specdec.ops.rows import select_rows
 
@@ -100,22 +100,22 @@ class LayerInput(nn.Module):
         self.per_layer_input_gate, self.per_layer_projection = Linear(H, P), Linear(P, H)
         self.post_per_layer_input_norm = RMSNorm(H, config.rms_norm_eps)
 
-    def forward(self, x_TH: Tensor, own_TP: Tensor) -> Tensor:
+    def forward(self, x_TH: Tensor, own_TP: Tensor) -> Tensor | Partials:
+        """What the norm after it reads."""
         gate_TP = F.gelu(cast(Tensor, self.per_layer_input_gate(x_TH)), approximate="tanh")
-        return cast(Tensor, self.post_per_layer_input_norm(self.per_layer_projection(gate_TP * own_TP)))
+        return cast(Tensor | Partials, self.per_layer_projection(gate_TP * own_TP, partials=True))
 
 
 class GemmaLayer(PreNormLayer):
     """A block with norms on both sides of attention and MLP.
 
     experts: the mixture, if any; its norms are those whose names end in a number.  layer_input: None where layers have none.
+    shares_kv: as of SelfAttention.
     """
 
-    norm_follows = False
-
-    def __init__(self, config: GemmaConfig, index: int) -> None:
+    def __init__(self, config: GemmaConfig, index: int, shares_kv: bool) -> None:
         own = cast(GemmaConfig, config.with_heads_of(index))
-        attention = GemmaAttention(own, config.kv_source[index] != index)
+        attention = GemmaAttention(own, shares_kv)
         super().__init__(config, attention, GeluMLP(config, config.mlp_width(index)))
         H, self.eps = config.hidden_size, config.rms_norm_eps
         self.pre_feedforward_layernorm, self.post_feedforward_layernorm = RMSNorm(H, self.eps), RMSNorm(H, self.eps)
@@ -136,38 +136,30 @@ class GemmaLayer(PreNormLayer):
         layer: int,
         rows_R: Tensor | None = None,
         own_TP: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | Partials]:
+    ) -> tuple[Tensor, NormedProduct]:
         """As of PreNormLayer.  own_TP: the layer's own inputs, of all tokens."""
         attended = self.self_attn(normed_TH, rotation, attn, layer, rows_R)
         x = x_TH if rows_R is None else select_rows(x_TH, rows_R)
-        before = self.pre_feedforward_layernorm
-        x, normed = add_rms_norm(x, self._normed(self.post_attention_layernorm, attended), before.weight, before.eps)
-        out = self._normed(self.post_feedforward_layernorm, self._fed_forward(x, normed))
-        if self.layer_input is not None:
-            assert own_TP is not None
-            x = x + out
-            out = self.layer_input(x, own_TP if rows_R is None else select_rows(own_TP, rows_R))
-        scale = self.layer_scalar.weight
-        if before.group.size == 1:
-            return x * scale, out * scale
-        return (x + out) * scale, torch.zeros_like(x)  # the next norm adds up what ranks hand it
+        x, normed = self.pre_feedforward_layernorm.add(x, self.post_attention_layernorm.before_adding(attended))
+        out, is_whole = self._fed_forward(x, normed)
+        scale, after, own = self.layer_scalar.weight, self.post_feedforward_layernorm, self.layer_input
+        if own is None:
+            return x, after.before_adding(out, scale, is_whole=is_whole)
+        assert own_TP is not None
+        x = after.add_normed(x, out, is_whole=is_whole)
+        made = own(x, own_TP if rows_R is None else select_rows(own_TP, rows_R))
+        return x, own.post_per_layer_input_norm.before_adding(made, scale, is_whole=True)
 
-    def _fed_forward(self, x_TH: Tensor, normed_TH: Tensor) -> Tensor | Partials:
-        """The MLP's output, and the mixture's."""
-        out = self.mlp(normed_TH)
+    def _fed_forward(self, x_TH: Tensor, normed_TH: Tensor) -> tuple[Tensor | Partials, bool]:
+        """(the output of the MLP, or of it and the mixture; whether it is the sum of all ranks' already)."""
+        out = self.mlp(normed_TH, partials=True)
         if self.experts is None:
-            return cast(Tensor, out)
+            return out, False
         routed_TH = F.rms_norm(x_TH, x_TH.shape[-1:], None, self.eps)
-        mixed = self.experts(self.pre_feedforward_layernorm_2(x_TH), routed_TH=routed_TH)
-        group = self.pre_feedforward_layernorm.group
-        both = self._normed(self.post_feedforward_layernorm_1, out) + self._normed(self.post_feedforward_layernorm_2, mixed)
-        return both if group.rank == 0 else torch.zeros_like(both)  # a sum of all ranks follows
-
-    @staticmethod
-    def _normed(norm: RMSNorm, output: Tensor | Partials) -> Tensor:
-        """Of the sum over ranks and splits."""
-        normed: Tensor = norm(norm.group.all_reduce(added_up(output)))
-        return normed
+        mixed = self.experts(self.pre_feedforward_layernorm_2(x_TH), partials=True, routed_TH=routed_TH)
+        of_mlp = self.post_feedforward_layernorm_1
+        of_mlp_TH = of_mlp(of_mlp.group.all_reduce(added_up(out)))
+        return self.post_feedforward_layernorm_2.add_normed(of_mlp_TH, mixed), True
 
 
 class GemmaLM(CausalLM):
@@ -203,9 +195,11 @@ class GemmaLM(CausalLM):
 
 def rounded(factor: float, dtype: torch.dtype) -> float:
     """The number that the dtype has for it: Gemma multiplies embeddings with that."""
-    return float(torch.tensor(factor, dtype=dtype, device="cpu"))
+    mantissa, exponent = math.frexp(factor)
+    steps = 2 / torch.finfo(dtype).eps  # between 0 and 1, as far apart as numbers from a half to one are
+    return math.ldexp(round(mantissa * steps) / steps, exponent)
 
 
 def gemma_layer(config: GemmaConfig, index: int) -> GemmaLayer:
     """The layer of that number."""
-    return GemmaLayer(config, index)
+    return GemmaLayer(config, index, config.kv_source[index] != index)

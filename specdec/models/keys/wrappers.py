@@ -26,11 +26,11 @@ _OUTSIDE_FIRST = {
     "transformers_version",
 }
 # What a wrapper may say of all of the model beside these.
-_OF_ALL = _OUTSIDE_FIRST | set(
+OF_ALL = _OUTSIDE_FIRST | set(
     "auto_map compression_config initializer_range model_type quantization_config tie_word_embeddings unsloth_fixed "
     "unsloth_version use_cache".split()
 )
-_SETTINGS = frozenset(  # what transformers 4 wrote into every config too, and configs that stand alone may have
+SETTINGS = frozenset(  # what transformers 4 wrote into every config too, and configs that stand alone may have
     "do_sample max_length output_attentions output_hidden_states return_dict sep_token_id temperature tokenizer_class top_k "
     "top_p torchscript use_bfloat16".split()
 )
@@ -84,16 +84,16 @@ def unwrapped(raw: dict[str, Any], where: str) -> Unwrapped:
     inner, where_inside = mapping(raw, "text_config", where), f"{where}: text_config"
     if not inner and wrapper.flat:
         inner = {**outer, "model_type": next(iter(wrapper.texts))}
-        outer, where_inside = {key: value for key, value in outer.items() if key in _OF_ALL}, where
+        outer, where_inside = {key: value for key, value in outer.items() if key in OF_ALL}, where
     if not inner:
         raise ValueError(f"{where} lacks text_config, of which a {name} model's config is made")
     inside = _text_type(inner, wrapper, where_inside)
-    inner = {key: value for key, value in without_mrope(inner, where_inside).items() if key not in EVERYWHERE | _SETTINGS}
+    inner = {key: value for key, value in without_mrope(inner, where_inside).items() if key not in EVERYWHERE | SETTINGS}
     _refuse_outer(without_mrope(outer, where), inner, where)
     _refuse_fixed(inner, inside, where_inside)
     if not wrapper.scales_logits:
         _refuse_scales(inner, inside.family, name, where_inside)
-    said = {key: value for key, value in outer.items() if value is not None and key in _OF_ALL}
+    said = {key: value for key, value in outer.items() if value is not None and key in OF_ALL}
     first = {key: said[key] for key in _OUTSIDE_FIRST & said.keys()}
     if first.keys() & {"dtype", "torch_dtype"}:
         inner = {key: value for key, value in inner.items() if key not in ("dtype", "torch_dtype")}
@@ -135,11 +135,11 @@ def _refuse_outer(outer: dict[str, Any], inner: dict[str, Any], where: str) -> N
     """ValueError for what a wrapper says beside its images, unless it is of all of the model, or repeats the config inside."""
     unknown = []
     for key, value in outer.items():
-        if key in EVERYWHERE | _SETTINGS | _OF_ALL - {"quantization_config", "compression_config"} or key.startswith("_"):
+        if key in EVERYWHERE | SETTINGS | OF_ALL - {"quantization_config", "compression_config"} or key.startswith("_"):
             continue
-        if key not in inner and key not in _OF_ALL:
+        if key not in inner and key not in OF_ALL:
             unknown.append(key)
-        elif key in inner and value not in (None, inner[key]) and not (key in _OF_ALL and inner[key] is None):
+        elif key in inner and value not in (None, inner[key]) and not (key in OF_ALL and inner[key] is None):
             if key == "sliding_window" and not inner.get("use_sliding_window"):
                 continue  # a number that is switched off
             raise ValueError(f"{where}: {key} must be the same in text_config, got {value!r} and {inner[key]!r}"[:500])

@@ -1,4 +1,4 @@
-"""Products of activations with weights: `linear`, `gated_linear` (SiLU-mul of a fused gate and up), `silu_mul` and `relu2`.
+"""Products of activations with weights: `linear`, `gated_linear` (SiLU-mul of a fused gate and up), and activations alone.
 
 On a CPU and under autograd each function runs its definition.  On a GPU, products of few rows (a decode step, a tree) use the
 kernel in stream_triton.py or, on an H200, the one in stream_hopper.py, which also serves some of up to 192 rows that a norm
@@ -99,6 +99,16 @@ def silu_mul(gate_up_M2F: Tensor, times: float = 1.0) -> Tensor:
         return launch_activation(gate_up_M2F, "swiglu", times)
     gate, up = gate_up_M2F.chunk(2, dim=-1)
     return F.silu(gate if times == 1 else gate * times) * up
+
+
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """gelu(gate) * up, by tanh: [..., F].  gate and up are the two halves of the last dim."""
+    if use_kernels(gate_up) and gate_up.dim() == 2 and gate_up.stride(1) == 1:
+        from specdec.ops.products.kernels.dense.stream_triton import launch_activation
+
+        return launch_activation(gate_up, "geglu")
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
 
 
 def relu2(x: Tensor) -> Tensor:

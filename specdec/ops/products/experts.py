@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.ops.launch import has_gluon, has_pdl, has_triton, use_kernels
 from specdec.ops.operator import is_traced
-from specdec.ops.products.dense import relu2, silu_mul, tma_reads
+from specdec.ops.products.dense import gelu_mul, relu2, silu_mul, tma_reads
 from specdec.ops.products.formats.experts import QuantisedStack, has_units, scales_form
 from specdec.ops.products.gpus import match_of
 from specdec.ops.products.numerics import Numerics
@@ -72,8 +71,7 @@ class GeGLU:
 
     def __call__(self, gate_up: Tensor) -> Tensor:
         """[.., F] of [.., 2F]: the first half is the gate's."""
-        gate, up = gate_up.chunk(2, -1)
-        return F.gelu(gate, approximate="tanh") * up
+        return gelu_mul(gate_up)
 
 
 Activation = SwiGLU | GeGLU | Relu2

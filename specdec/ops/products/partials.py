@@ -1,4 +1,4 @@
-"""What a product leaves to the norm after it: sums of the programs that share its columns (split-K), and a multiplier.
+"""What a product leaves to the norm after it: sums of the programs that share its columns (split-K), a multiplier, and a norm.
 
 Shapes: S splits, M rows, N out.
 """
@@ -39,6 +39,20 @@ class TwoProducts(NamedTuple):
 
 
 Delta = Tensor | Partials | TwoProducts  # what a norm adds in its own launch
+
+
+class NormedProduct(NamedTuple):
+    """A block's output that is normed before it is added to the residual stream.
+
+    weight_N, eps: of that norm.  scale_1: what the sum is multiplied with, one number; None: nothing.
+    is_whole: whether the product is the sum of all ranks' already.
+    """
+
+    product: Delta
+    weight_N: Tensor
+    eps: float
+    scale_1: Tensor | None = None
+    is_whole: bool = False
 
 
 def added_up(x: Delta) -> Tensor:

@@ -12,7 +12,7 @@ from toolkit.inside.captures import capturing
 from toolkit.kernels import DEVICE, HAS_GPU
 from torch import Tensor
 
-from specdec.ops.products.dense import gated_linear, linear, relu2, silu_mul
+from specdec.ops.products.dense import gated_linear, gelu_mul, linear, relu2, silu_mul
 from specdec.ops.products.gpus import H100, H200, nearest
 from specdec.ops.products.kernels.dense import stream_triton
 from specdec.ops.products.kernels.dense.large_n_triton import launch_large_n_linear
@@ -112,6 +112,7 @@ def test_activations_equal_their_definitions(M: int, F_: int, dtype: torch.dtype
     gate_up = strided(M, 2 * F_, dtype)
     gate_up[0, :2] = torch.tensor([-2e4, 2e4])
     check(launch_activation(gate_up, "swiglu"), silu_mul(gate_up.double()), dtype)
+    check(launch_activation(gate_up, "geglu"), gelu_mul(gate_up.double()), dtype)
     assert launch_activation(gate_up[:0], "swiglu").shape == (0, F_)
     up = gate_up[:, 1:]
     up[0, 0], up[-1, -1] = torch.nan, -3

@@ -32,7 +32,7 @@ from specdec.ops.products.gpus import match_of
 from specdec.ops.products.lossless import LosslessWeight
 from specdec.ops.products.numerics import FAST, INVARIANT
 from specdec.ops.products.own_pairs import LiveRows, own_pairs
-from specdec.ops.products.partials import TwoProducts, multiplied
+from specdec.ops.products.partials import NormedProduct, TwoProducts, multiplied
 from specdec.ops.products.quantised import QuantisedWeight
 from specdec.ops.products.routing import RouterRule, RouterWeights, routed
 from specdec.ops.products.stacked import each_linear, experts_linear, weighted_sum
@@ -188,6 +188,7 @@ def norms_and_rows() -> None:
             norm_parts(qkv, parts, 1e-5, part_squares(qkv, (H, H // 4)), 2)
             add_rms_norm(x, delta, weight, 1e-5)
             add_rms_norm(x, TwoProducts(multiplied(delta, 0.5), delta), weight, 1e-5)
+            add_rms_norm(x, NormedProduct(delta, weight, 1e-5, halves(1)), weight, 1e-5)
             add_normed(x, delta, weight, 1e-5)
             add_normed(x, multiplied(delta, 0.5), None)
             pair_rms_norm(ids(T), halves(VOCABULARY, H), weight, x, weight, 1e-5)

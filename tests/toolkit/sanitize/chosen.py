@@ -15,7 +15,10 @@ KIMI = "tests/ops/recurrent/kimi/test_kimi_triton.py"
 
 CHOSEN: dict[str, list[str]] = {
     # ops
-    "add_rms_norm_kernel": ["tests/ops/test_norm.py::test_sum_and_norm_equal_the_definition[3-300-dtype2]"],
+    "add_rms_norm_kernel": [
+        "tests/ops/test_norm.py::test_sum_and_norm_equal_the_definition[3-300-dtype2]",
+        "tests/ops/test_partials.py::test_a_norm_adds_what_another_norm_gives[0.3-5]",
+    ],
     "norm_parts_kernel": ["tests/ops/test_norm.py::test_norms_of_parts_equal_the_definition[3-dtype2]"],
     "pair_rms_norm_kernel": ["tests/ops/test_norm.py::test_pair_norm_equals_the_definition[dtype2]"],
     "linear_kernel": ["tests/ops/products/test_linear.py::test_equals_the_definition[1-64-128-1-gated-dtype2]"],

@@ -155,7 +155,7 @@ def store_product(
 
 @triton.jit(do_not_specialize=["blocks"])
 def activation_kernel(
-    x,  # [M, 2 * F]: gate and up, if ACTIVATION is "swiglu", or [M, F]
+    x,  # [M, 2 * F]: gate and up, if ACTIVATION is "swiglu" or "geglu", or [M, F]
     out,  # [M, F]
     stride, blocks, F,
     times,  # what gates are multiplied with
@@ -168,10 +168,13 @@ def activation_kernel(
     f = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     ok = f < F
     first_F = tl.load(x + row * stride + f, mask=ok, other=0.0).to(tl.float32)
-    if ACTIVATION == "swiglu":
+    if ACTIVATION == "swiglu" or ACTIVATION == "geglu":
         up_F = tl.load(x + row * stride + F + f, mask=ok, other=0.0).to(tl.float32)
         gate_F = first_F * times
-        out_F = gate_F / (1 + tl.exp(-gate_F)) * up_F
+        inner_F = gate_F
+        if ACTIVATION == "geglu":  # gelu by tanh is x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 x**3))
+            inner_F = 1.5957691216057308 * (gate_F + 0.044715 * gate_F * gate_F * gate_F)
+        out_F = gate_F / (1 + tl.exp(-inner_F)) * up_F
     else:
         out_F = relu2(first_F)
     tl.store(out + row * F + f, out_F.to(out.dtype.element_ty), mask=ok)
@@ -206,9 +209,9 @@ def launch_linear(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, gated:
     return y_MN
 
 
-def launch_activation(x: Tensor, activation: Literal["swiglu", "relu2"], times: float = 1.0) -> Tensor:
-    """silu(times * gate) * up of [M, 2F], or relu(x)^2 of [M, F]: [M, F]."""
-    M, F = x.shape[0], x.shape[1] // 2 if activation == "swiglu" else x.shape[1]
+def launch_activation(x: Tensor, activation: Literal["swiglu", "geglu", "relu2"], times: float = 1.0) -> Tensor:
+    """silu(times * gate) * up of [M, 2F], the same with gelu by tanh, or relu(x)^2 of [M, F]: [M, F]."""
+    M, F = x.shape[0], x.shape[1] if activation == "relu2" else x.shape[1] // 2
     assert x.stride(1) == 1
     out_MF = x.new_empty(M, F)
     block = min(2048, triton.next_power_of_2(F))
