@@ -22,10 +22,15 @@ from specdec.attention.kinds import Scoring
 from specdec.attention.segment import Segment
 
 WIDE = 256  # wider heads have tiles of their own
+ROWS = 64  # of a tile of wide_hopper.py's kernel
 LARGE = 160_000  # threshold: bytes of shared memory from which on a GPU has room for 64 queries and two stages of 32 keys
 HOPPER_TILES = {  # by widths of keys and values
     (512, 512): PagedTiles(64, 32, 8, 2, 64, registers=168, hopper=True),
     (192, 128): PagedTiles(64, 64, 4, 2, 64, registers=168, ctas_per_sm=2, hopper=True),
+}
+MANY_TILES = {  # the same, of wide_many_hopper.py's kernel, which reads more than 64 queries x heads
+    (512, 512): PagedTiles(128, 64, 8, 1, 64, registers=168, hopper=True, parts=2),
+    (192, 128): PagedTiles(128, 64, 8, 4, 64, registers=168, hopper=True),
 }
 
 
@@ -54,7 +59,8 @@ def wide_hopper_tiles(
         return None
     if not reads_pages(segment.pages.page_size) or triton.next_power_of_2(H // K) > 64:
         return None
-    return HOPPER_TILES[D, E]
+    many = segment.max_seqlen_q * triton.next_power_of_2(H // K) > ROWS
+    return MANY_TILES[D, E] if many else HOPPER_TILES[D, E]
 
 
 @lru_cache
