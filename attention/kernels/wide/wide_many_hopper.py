@@ -1,9 +1,9 @@
 """wide_hopper.py's attention for many rows: trees, long chains, and prompts.
 
-There a tile has 64 rows, so that the GPU's L2 cache is asked for the same keys and values by every 64 rows, and two warpgroups
-share each tile's products.  Here two or three warpgroups have 64 rows each and read what one producer warp loads; none waits for
-another one, so that the softmax of one runs beside the products of the next.  A warpgroup's registers hold 256 columns of
-weighted values: of wider values each program has some of the columns, and its queries meet all keys.
+There a tile has 64 rows: every 64 rows ask the L2 cache for the same keys and values, and two warpgroups share each product.
+Here two or three warpgroups have 64 rows each and read what one producer warp loads.  None waits for another one, so that the
+softmax of one runs beside the products of the next.  A warpgroup's registers hold 256 columns of weighted values: of wider
+values each program has some of the columns, and its queries meet all keys.
 
 Keys come in slices, each with mbarriers of its own, whose memory is free as soon as all warpgroups have multiplied them.
 
@@ -59,7 +59,8 @@ def wide_many_hopper_kernel(
 ):  # fmt: skip
     """The arguments are those of wide_hopper_kernel.
 
-    some: 1; see _load.  COLUMNS: of the values that a program has.  WARPGROUPS: of 64 rows each.  SLICES: of a block's keys, along their columns.
+    some: 1; see _load.  COLUMNS: of the values that a program has.  WARPGROUPS: of 64 rows each.  SLICES: of a block's keys,
+    along their columns.
     CONSUMER_REGISTERS: of a thread of the second and third warpgroup; the first one has what is left.
     """
     dtype: gl.constexpr = kv_tiles.dtype
@@ -109,16 +110,16 @@ def wide_many_hopper_kernel(
         gl.warp_specialize(
             [
                 (many_consumer, (
-                    memory, shared, keys, 0, KV_HEADS, GROUP, PADDED_GROUP, DIM, VALUE_DIM, COLUMNS, CAUSAL, HAS_STARTS, WINDOW_RIGHT,
-                    SOFTCAP, BLOCK_M, BLOCK_N, STAGES, SLICES, PDL,
+                    memory, shared, keys, 0, KV_HEADS, GROUP, PADDED_GROUP, DIM, VALUE_DIM, COLUMNS, CAUSAL, HAS_STARTS,
+                    WINDOW_RIGHT, SOFTCAP, BLOCK_M, BLOCK_N, STAGES, SLICES, PDL,
                 )),
                 (many_consumer, (
-                    memory, shared, keys, 1, KV_HEADS, GROUP, PADDED_GROUP, DIM, VALUE_DIM, COLUMNS, CAUSAL, HAS_STARTS, WINDOW_RIGHT,
-                    SOFTCAP, BLOCK_M, BLOCK_N, STAGES, SLICES, PDL,
+                    memory, shared, keys, 1, KV_HEADS, GROUP, PADDED_GROUP, DIM, VALUE_DIM, COLUMNS, CAUSAL, HAS_STARTS,
+                    WINDOW_RIGHT, SOFTCAP, BLOCK_M, BLOCK_N, STAGES, SLICES, PDL,
                 )),
                 (many_consumer, (
-                    memory, shared, keys, 2, KV_HEADS, GROUP, PADDED_GROUP, DIM, VALUE_DIM, COLUMNS, CAUSAL, HAS_STARTS, WINDOW_RIGHT,
-                    SOFTCAP, BLOCK_M, BLOCK_N, STAGES, SLICES, PDL,
+                    memory, shared, keys, 2, KV_HEADS, GROUP, PADDED_GROUP, DIM, VALUE_DIM, COLUMNS, CAUSAL, HAS_STARTS,
+                    WINDOW_RIGHT, SOFTCAP, BLOCK_M, BLOCK_N, STAGES, SLICES, PDL,
                 )),
                 (many_producer, (
                     memory, loads, low, high, settled, KV_HEADS, GROUP, DIM, VALUE_DIM, COLUMNS, PAGE_SIZE, FRESH, WARPGROUPS,
@@ -131,12 +132,12 @@ def wide_many_hopper_kernel(
         gl.warp_specialize(
             [
                 (many_consumer, (
-                    memory, shared, keys, 0, KV_HEADS, GROUP, PADDED_GROUP, DIM, VALUE_DIM, COLUMNS, CAUSAL, HAS_STARTS, WINDOW_RIGHT,
-                    SOFTCAP, BLOCK_M, BLOCK_N, STAGES, SLICES, PDL,
+                    memory, shared, keys, 0, KV_HEADS, GROUP, PADDED_GROUP, DIM, VALUE_DIM, COLUMNS, CAUSAL, HAS_STARTS,
+                    WINDOW_RIGHT, SOFTCAP, BLOCK_M, BLOCK_N, STAGES, SLICES, PDL,
                 )),
                 (many_consumer, (
-                    memory, shared, keys, 1, KV_HEADS, GROUP, PADDED_GROUP, DIM, VALUE_DIM, COLUMNS, CAUSAL, HAS_STARTS, WINDOW_RIGHT,
-                    SOFTCAP, BLOCK_M, BLOCK_N, STAGES, SLICES, PDL,
+                    memory, shared, keys, 1, KV_HEADS, GROUP, PADDED_GROUP, DIM, VALUE_DIM, COLUMNS, CAUSAL, HAS_STARTS,
+                    WINDOW_RIGHT, SOFTCAP, BLOCK_M, BLOCK_N, STAGES, SLICES, PDL,
                 )),
                 (many_producer, (
                     memory, loads, low, high, settled, KV_HEADS, GROUP, DIM, VALUE_DIM, COLUMNS, PAGE_SIZE, FRESH, WARPGROUPS,
