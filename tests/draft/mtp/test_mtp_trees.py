@@ -34,6 +34,11 @@ TREES = [  # target, shape, page size, batch, settings
     ("v3-dense-tied", (3, 5, 20), 1, 1, {}),
     ("hy3-biased-two", (4, 2, 8), 4, 2, {}),
     ("ernie-tied", (4, 1, 5), 16, 1, {}),
+    ("mimo-v2", (4, 3, 12), 4, 2, {"prefill_chunk": 5}),
+    ("mimo-v2-three", (5, 3, 14), 1, 2, {"prefill_chunk": 3}),
+    ("mimo-v2-three", (3, 1, 4), 4, 2, KEPT),
+    ("mimo-v2-three", (5, 1, 6), 2, 2, {}),
+    ("mimo-v2-three", (2, 4, 9), 16, 2, {}),
 ]
 
 
@@ -75,6 +80,9 @@ TEXTS = [  # target, shape, settings
     ("glm4-lite", (3, 2, 7), {"page_size": 5}),
     ("mimo-two", (4, 3, 12), {"prefix_caching": True, "page_size": 4, "prefill_chunk": 5}),
     ("v3-two", ("auto", 2, 6), {"prefix_caching": True, "page_size": 4}),
+    ("mimo-v2-three", (4, 3, 12), {"prefix_caching": True, "page_size": 4, "prefill_chunk": 5}),
+    ("mimo-v2-three", ("auto", 2, 6), {"page_size": 2}),
+    ("mimo-v2", (5, 1, 6), {"prefix_caching": True, "page_size": 1}),
 ]
 
 
