@@ -44,12 +44,15 @@ def mtp_prefixes(config: ModelConfig) -> tuple[str, ...]:
 def with_mtp_count(config: ModelConfig, folder: Path) -> ModelConfig:
     """The config with the number of MTP layers that the folder holds, of a family whose config need not count them.
 
-    ValueError if the config counts others.  A folder without weights holds what its config says.
+    ValueError if the config counts others.  Where there are none, they may have been left out.
     """
-    if config.family not in _UNCOUNTED or not (names := Checkpoint(folder).names()):
+    if config.family not in _UNCOUNTED:
         return config
     (prefix,) = _OWN_PREFIXES[config.family]
+    names = Checkpoint(folder).names()
     numbers = {name.removeprefix(prefix).partition(".")[0] for name in names if name.startswith(prefix)}
+    if not numbers:
+        return config
     if config.mtp_layers not in (0, len(numbers)):
         raise ValueError(
             f"{folder}: {count_key(config.family)} must be {len(numbers)}, the MTP layers that are there, or absent, "

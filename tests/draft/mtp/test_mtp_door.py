@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from toolkit.checkpoints.plans import plan_memory
 from toolkit.families import save_family
 from toolkit.models import Zoo
-from toolkit.mtp_layers.targets import COUNT, MtpZoo, save_mtp_target
+from toolkit.mtp_layers.targets import COUNT, TARGETS, MtpZoo, save_mtp_target
 from toolkit.oracles.quantised import SCHEMES, as_quantised
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
@@ -25,7 +25,7 @@ from specdec.models.registry import choose_target, load_chosen
 from specdec.options import EngineOptions
 
 
-@pytest.mark.parametrize("name", ["v3-two", "v32", "glm4", "mimo", "hy3-biased-two", "ernie"])
+@pytest.mark.parametrize("name", ["v3-two", "v32", "glm4", "mimo", "hy3-biased-two", "ernie", "mimo-v2-three"])
 def test_inspect(mtp_zoo: MtpZoo, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Keeps out: a table that leaves out a tensor or a rule."""
     folder = mtp_zoo.target(name)
@@ -35,20 +35,20 @@ def test_inspect(mtp_zoo: MtpZoo, name: str, capsys: pytest.CaptureFixture[str])
     own = [key for key in load_file(folder / "model.safetensors") if is_mtp(key, raw)]
     shared = ["model.norm.weight"] if name == "ernie" else []
     assert set(facts["tensors"]) | set(facts["beside"]) == {*own, *shared}
-    assert facts["head"]["layers"] == raw[COUNT] and facts["format"] == raw["model_type"]
+    assert facts["head"]["layers"] == TARGETS[name][1].get(COUNT, 1) and facts["format"] == raw["model_type"]
     assert main(["inspect", "mtp", "--target", str(folder)]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert ("join hidden state, embedding" if name == "mimo" else "join embedding, hidden state") in said
 
 
 def is_mtp(name: str, raw: dict[str, Any]) -> bool:
-    if "mtp_" in name:
+    if "mtp_" in name or "mtp." in name:
         return True
     number = name.removeprefix("model.layers.").partition(".")[0]
     return number.isdecimal() and int(number) >= raw["num_hidden_layers"]
 
 
-@pytest.mark.parametrize("name", ["v3-two", "mimo"])
+@pytest.mark.parametrize("name", ["v3-two", "mimo", "mimo-v2-three"])
 def test_plan_counts_each_weight_once(mtp_zoo: MtpZoo, name: str) -> None:
     folder = mtp_zoo.target(name)
     plan = plan_memory(folder, "mtp", SpecConfig(3, 1, 4), EngineOptions(dtype="float32"), 10**10)
@@ -105,6 +105,11 @@ def test_refused_by_name(mtp_zoo: MtpZoo, zoo: Zoo, tmp_path: Path) -> None:
             "runs one MTP layer of an ernie4_5_moe target, got num_nextn_predict_layers 2",
         ),
         (save_family(tmp_path / "next", "qwen3_next", 0, **next_like), {}, "'mtp.fc.weight' is missing"),
+        (
+            changed(mtp_zoo.target("mimo-v2-three"), tmp_path / "uncounted", **{COUNT: 1}),
+            {},
+            "num_nextn_predict_layers must be 3, the MTP layers that are there, or absent, got 1",
+        ),
         (v3, {"draft_format": "specforge"}, "draft_format='specforge' would do nothing with draft='mtp'"),
         (v3, {"beyond_trained": "stop"}, "beyond_trained='stop' would do nothing with draft='mtp'"),
     ]
@@ -137,7 +142,7 @@ def test_plan_counts_the_largest_quantised_matrix(tmp_path: Path) -> None:
 
 def test_targets_load_without_their_layers(mtp_zoo: MtpZoo, tmp_path: Path) -> None:
     """Keeps out: a target that needs the layers, and a count of 0 beside their tensors that nobody reads."""
-    for name in ("v3", "mimo", "glm4"):
+    for name in ("v3", "mimo", "glm4", "mimo-v2"):
         folder = mtp_zoo.target(name)
         raw = json.loads((folder / "config.json").read_text())
         own = {key: x for key, x in load_file(folder / "model.safetensors").items() if not is_mtp(key, raw)}
