@@ -1,8 +1,8 @@
 """wide_hopper.py's attention for many rows: trees, long chains, and prompts.
 
 There a tile has 64 rows: every 64 rows ask the L2 cache for the same keys and values, and two warpgroups share each product.
-Here two or three warpgroups have 64 rows each and read what one producer warp loads.  None waits for another one, so that the
-softmax of one runs beside the products of the next.  A warpgroup's registers hold 256 columns of weighted values: of wider
+Here two warpgroups have 64 rows each and read what producer warps load.  None waits for the other one, so that the softmax of
+one runs beside the products of the other.  A warpgroup's registers hold 256 columns of weighted values: of wider
 values each program has some of the columns, and its queries meet all keys.
 
 Keys come in slices, each with mbarriers of its own, whose memory is free as soon as all warpgroups have multiplied them.
@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from specdec.attention.caches.layout import CachedHeads
-from specdec.attention.kernels.paged_hopper import PANEL, keys_of_split, masked, slots_of_pages
+from specdec.attention.kernels.paged_hopper import PANEL, PRODUCER_REGISTERS, keys_of_split, masked, slots_of_pages
 from specdec.attention.kernels.paged_triton import LN2, LOG2E
 from specdec.attention.kernels.tiles_triton import PagedTiles
 from specdec.attention.kernels.wide.wide_hopper import drop_values, load_block
@@ -39,7 +39,7 @@ from specdec.ops.launch import chained
 
 ROWS = 64  # of a warpgroup
 SLICE_PANELS = 4  # of keys, at most
-REGISTERS = {2: (232, 40), 3: (152, 40)}  # of a thread of a consumer and of the producer, by warpgroups
+CONSUMER_REGISTERS = 232  # of a thread
 
 
 @gluon.jit(
@@ -48,23 +48,23 @@ REGISTERS = {2: (232, 40), 3: (152, 40)}  # of a thread of a consumer and of the
 )
 def wide_many_hopper_kernel(
     q_tiles,  # tiles [64 / PADDED_GROUP, PADDED_GROUP, 64] of [T, H, D]
-    kv_tiles,  # tiles [1, PAGE_KEYS, 64] of keys and values as [K * (KEY_PANELS + VALUE_PANELS), slots, 64]
+    k_tiles,  # tiles [1, PAGE_KEYS, 64] of keys as [K * KEY_PANELS, slots, 64]
+    v_tiles,  # tiles [COLUMNS / 64, PAGE_KEYS, 64] of values as [K * VALUE_PANELS, slots, 64]
     page_table, cache_seqlens, cu_seqlens_q, starts, out, lse,  # as in paged_attention_kernel
     scale, softcap, stride_row, states, tiles, some,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, PADDED_GROUP: gl.constexpr, DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
     COLUMNS: gl.constexpr, PAGE_SIZE: gl.constexpr, CAUSAL: gl.constexpr, HAS_STARTS: gl.constexpr, WINDOW_RIGHT: gl.constexpr,
-    SOFTCAP: gl.constexpr, FRESH: gl.constexpr, WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr, MIN_SPLIT_KEYS: gl.constexpr,
+    SOFTCAP: gl.constexpr, FRESH: gl.constexpr, BLOCK_N: gl.constexpr, MIN_SPLIT_KEYS: gl.constexpr,
     STAGES: gl.constexpr, SLICES: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
     PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """The arguments are those of wide_hopper_kernel.
 
-    some: 1; see _load.  COLUMNS: of the values that a program has.  WARPGROUPS: of 64 rows each.  SLICES: of a block's keys,
-    along their columns.
-    CONSUMER_REGISTERS: of a thread of the second and third warpgroup; the first one has what is left.
+    some: 1; see _load.  COLUMNS: of the values that a program has.  SLICES: of a block's keys, along their columns.
+    CONSUMER_REGISTERS: of a thread of the second warpgroup; the first one has what is left.
     """
-    dtype: gl.constexpr = kv_tiles.dtype
-    BLOCK_M: gl.constexpr = 64 * WARPGROUPS
+    dtype: gl.constexpr = k_tiles.dtype
+    BLOCK_M: gl.constexpr = 128
     PAGE_KEYS: gl.constexpr = PAGE_SIZE if PAGE_SIZE < BLOCK_N else BLOCK_N
     PAGES: gl.constexpr = BLOCK_N // PAGE_KEYS
     KEY_PANELS: gl.constexpr = DIM // 64
@@ -86,9 +86,9 @@ def wide_many_hopper_kernel(
         CAUSAL, HAS_STARTS, WINDOW_RIGHT, FRESH, PADDED_GROUP, BLOCK_M, BLOCK_N, PAGE_KEYS, MIN_SPLIT_KEYS, num_warps,
     )  # fmt: skip
 
-    q_smem = gl.allocate_shared_memory(dtype, [WARPGROUPS * KEY_PANELS, 64 // PADDED_GROUP, PADDED_GROUP, 64], q_tiles.layout)
-    k_smem = gl.allocate_shared_memory(dtype, [STAGES * KEY_PANELS * PAGES, 1, PAGE_KEYS, 64], kv_tiles.layout)
-    v_smem = gl.allocate_shared_memory(dtype, [STAGES * (COLUMNS // 64) * PAGES, 1, PAGE_KEYS, 64], kv_tiles.layout)
+    q_smem = gl.allocate_shared_memory(dtype, [2 * KEY_PANELS, 64 // PADDED_GROUP, PADDED_GROUP, 64], q_tiles.layout)
+    k_smem = gl.allocate_shared_memory(dtype, [STAGES * KEY_PANELS * PAGES, 1, PAGE_KEYS, 64], k_tiles.layout)
+    v_smem = gl.allocate_shared_memory(dtype, [STAGES * PAGES, COLUMNS // 64, PAGE_KEYS, 64], v_tiles.layout)
     # mbarriers: of each stage, those of the slices of keys and then the values'; the last one of `full` is the queries'.
     # `clean`: values that no query reads are 0.
     full = gl.allocate_shared_memory(gl.int64, [PIECES * STAGES + 1, 1], mbarrier.MBarrierLayout())
@@ -96,7 +96,7 @@ def wide_many_hopper_kernel(
     clean = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(PIECES * STAGES):
         mbarrier.init(full.index(s), count=1)
-        mbarrier.init(empty.index(s), count=WARPGROUPS)
+        mbarrier.init(empty.index(s), count=2)
     for s in gl.static_range(STAGES):
         mbarrier.init(clean.index(s), count=1)
     mbarrier.init(full.index(PIECES * STAGES), count=1)
@@ -105,118 +105,187 @@ def wide_many_hopper_kernel(
     shared = starts, out, lse, scale, softcap, states, first, queries, length, tile, kv_head, part, split, splits
     keys = low, high, whole, begin, from_first
     first_query = first + tile * (BLOCK_M // PADDED_GROUP)
-    loads = q_tiles, kv_tiles, page_table + row.to(gl.int64) * stride_row, first_query, kv_head, part, some
-    if WARPGROUPS == 3:
+    key_panel, value_panel = kv_head * KEY_PANELS, kv_head * (VALUE_DIM // 64) + part * (COLUMNS // 64)
+    pages = page_table + row.to(gl.int64) * stride_row
+    loads = q_tiles, k_tiles, v_tiles, pages, first_query, kv_head * GROUP, key_panel, value_panel, some
+    if SLICES == 2:
         gl.warp_specialize(
             [
                 (many_consumer, (
                     memory, shared, keys, 0, KV_HEADS, GROUP, PADDED_GROUP, DIM, VALUE_DIM, COLUMNS, CAUSAL, HAS_STARTS,
-                    WINDOW_RIGHT, SOFTCAP, BLOCK_M, BLOCK_N, STAGES, SLICES, PDL,
+                    WINDOW_RIGHT, SOFTCAP, BLOCK_N, PAGE_KEYS, STAGES, SLICES, PDL,
                 )),
                 (many_consumer, (
                     memory, shared, keys, 1, KV_HEADS, GROUP, PADDED_GROUP, DIM, VALUE_DIM, COLUMNS, CAUSAL, HAS_STARTS,
-                    WINDOW_RIGHT, SOFTCAP, BLOCK_M, BLOCK_N, STAGES, SLICES, PDL,
+                    WINDOW_RIGHT, SOFTCAP, BLOCK_N, PAGE_KEYS, STAGES, SLICES, PDL,
                 )),
-                (many_consumer, (
-                    memory, shared, keys, 2, KV_HEADS, GROUP, PADDED_GROUP, DIM, VALUE_DIM, COLUMNS, CAUSAL, HAS_STARTS,
-                    WINDOW_RIGHT, SOFTCAP, BLOCK_M, BLOCK_N, STAGES, SLICES, PDL,
+                (key_producer, (
+                    memory, loads, low, high, settled, 0, DIM, PAGE_SIZE, FRESH, BLOCK_N, PAGE_KEYS, STAGES, SLICES, PDL,
                 )),
-                (many_producer, (
-                    memory, loads, low, high, settled, KV_HEADS, GROUP, DIM, VALUE_DIM, COLUMNS, PAGE_SIZE, FRESH, WARPGROUPS,
-                    PADDED_GROUP, BLOCK_N, PAGE_KEYS, STAGES, SLICES, PDL,
+                (key_producer, (
+                    memory, loads, low, high, settled, 1, DIM, PAGE_SIZE, FRESH, BLOCK_N, PAGE_KEYS, STAGES, SLICES, PDL,
+                )),
+                (value_producer, (
+                    memory, loads, low, high, settled, PADDED_GROUP, DIM, COLUMNS, PAGE_SIZE, FRESH, BLOCK_N, PAGE_KEYS,
+                    STAGES, SLICES, PDL,
                 )),
             ],
-            [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+            [4, 1, 1, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [
                 (many_consumer, (
                     memory, shared, keys, 0, KV_HEADS, GROUP, PADDED_GROUP, DIM, VALUE_DIM, COLUMNS, CAUSAL, HAS_STARTS,
-                    WINDOW_RIGHT, SOFTCAP, BLOCK_M, BLOCK_N, STAGES, SLICES, PDL,
+                    WINDOW_RIGHT, SOFTCAP, BLOCK_N, PAGE_KEYS, STAGES, SLICES, PDL,
                 )),
                 (many_consumer, (
                     memory, shared, keys, 1, KV_HEADS, GROUP, PADDED_GROUP, DIM, VALUE_DIM, COLUMNS, CAUSAL, HAS_STARTS,
-                    WINDOW_RIGHT, SOFTCAP, BLOCK_M, BLOCK_N, STAGES, SLICES, PDL,
+                    WINDOW_RIGHT, SOFTCAP, BLOCK_N, PAGE_KEYS, STAGES, SLICES, PDL,
                 )),
-                (many_producer, (
-                    memory, loads, low, high, settled, KV_HEADS, GROUP, DIM, VALUE_DIM, COLUMNS, PAGE_SIZE, FRESH, WARPGROUPS,
-                    PADDED_GROUP, BLOCK_N, PAGE_KEYS, STAGES, SLICES, PDL,
+                (key_producer, (
+                    memory, loads, low, high, settled, 0, DIM, PAGE_SIZE, FRESH, BLOCK_N, PAGE_KEYS, STAGES, SLICES, PDL,
+                )),
+                (value_producer, (
+                    memory, loads, low, high, settled, PADDED_GROUP, DIM, COLUMNS, PAGE_SIZE, FRESH, BLOCK_N, PAGE_KEYS,
+                    STAGES, SLICES, PDL,
                 )),
             ],
-            [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+            [4, 1, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip
 
 
 @gluon.jit
-def _load(
-    kv_tiles, k_smem, v_smem, full, empty, slots, key_panel, value_panel, k, stage, phase, some,
-    DIM: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_N: gl.constexpr, PAGES: gl.constexpr, STAGES: gl.constexpr,
-    SLICES: gl.constexpr,
+def _load_keys(
+    k_tiles, k_smem, full, empty, slots, first_panel, k, stage, phase, some,
+    SLICE: gl.constexpr, SLICES: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.constexpr, PAGES: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Issues the TMA loads of block k, slice by slice of its keys and then its values, each as soon as there is room.
-
-    some: 1, which the compiler does not know, so that loops over panels stay loops: the producer has no registers for so many
-    addresses.
-    """
-    PIECES: gl.constexpr = SLICES + 1
+    """Issues the TMA loads of a slice of block k's keys, as soon as there is room."""
     KEY_PANELS: gl.constexpr = DIM // 64
     PANELS: gl.constexpr = KEY_PANELS // SLICES
-    VALUE_PANELS: gl.constexpr = COLUMNS // 64
-    for p in gl.static_range(SLICES):
-        bar = full.index(stage * PIECES + p)
-        mbarrier.wait(empty.index(stage * PIECES + p), phase, pred=k >= STAGES)
-        mbarrier.expect(bar, 2 * BLOCK_N * DIM // SLICES)
-        load_block(
-            kv_tiles, k_smem, bar, slots, key_panel + p * PANELS, stage * KEY_PANELS + p * PANELS, some * PANELS, PAGES, 0
-        )
-    bar = full.index(stage * PIECES + SLICES)
-    mbarrier.wait(empty.index(stage * PIECES + SLICES), phase, pred=k >= STAGES)
-    mbarrier.expect(bar, 2 * BLOCK_N * COLUMNS)
-    load_block(kv_tiles, v_smem, bar, slots, value_panel, stage * VALUE_PANELS, some * VALUE_PANELS, PAGES, 0)
+    at = stage * (SLICES + 1) + SLICE
+    mbarrier.wait(empty.index(at), phase, pred=k >= STAGES)
+    mbarrier.expect(full.index(at), 2 * BLOCK_N * DIM // SLICES)
+    load_block(
+        k_tiles, k_smem, full.index(at), slots, first_panel, stage * KEY_PANELS + SLICE * PANELS, some * PANELS, PAGES, 0
+    )
 
 
 @gluon.jit
-def many_producer(
-    memory, loads, low, high, settled,
-    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, VALUE_DIM: gl.constexpr, COLUMNS: gl.constexpr,
-    PAGE_SIZE: gl.constexpr, FRESH: gl.constexpr, WARPGROUPS: gl.constexpr, PADDED_GROUP: gl.constexpr, BLOCK_N: gl.constexpr,
-    PAGE_KEYS: gl.constexpr, STAGES: gl.constexpr, SLICES: gl.constexpr, PDL: gl.constexpr,
+def _load_values(
+    v_tiles, v_smem, full, empty, slots, first_panel, k, stage, phase,
+    SLICES: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_N: gl.constexpr, PAGES: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The producer warp loads old blocks as long as there are free stages; after gdc_wait the queries, and all other blocks."""
-    q_smem, k_smem, v_smem, full, empty, _ = memory
-    q_tiles, kv_tiles, pages, first_query, kv_head, part, some = loads
-    PAGES: gl.constexpr = BLOCK_N // PAGE_KEYS
-    KEY_PANELS: gl.constexpr = DIM // 64
-    key_panel = kv_head * KEY_PANELS
-    value_panel = KV_HEADS * KEY_PANELS + kv_head * (VALUE_DIM // 64) + part * (COLUMNS // 64)
+    """The same for its values, all panels of a page at once: a page's wgmma reads no other one."""
+    at = stage * (SLICES + 1) + SLICES
+    mbarrier.wait(empty.index(at), phase, pred=k >= STAGES)
+    mbarrier.expect(full.index(at), 2 * BLOCK_N * COLUMNS)
+    for i in gl.static_range(PAGES):
+        tma_load(v_tiles, [first_panel, slots[i], 0], full.index(at), v_smem.index(stage * PAGES + i))
+
+
+@gluon.jit
+def _old_blocks(low, high, settled, FRESH: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
+    """(blocks, how many of them are loaded before the wait): the first ones of earlier passes, one a stage."""
     blocks = gl.cdiv(gl.maximum(high - low, 0), BLOCK_N)
-    old = gl.minimum(gl.minimum(blocks, STAGES), 0 if FRESH == "all" else gl.maximum(settled - low, 0) // BLOCK_N)
+    settled_blocks = 0 if FRESH == "all" else gl.maximum(settled - low, 0) // BLOCK_N
+    return blocks, gl.minimum(gl.minimum(blocks, STAGES), settled_blocks)
+
+
+@gluon.jit
+def key_producer(
+    memory, loads, low, high, settled, SLICE: gl.constexpr,
+    DIM: gl.constexpr, PAGE_SIZE: gl.constexpr, FRESH: gl.constexpr, BLOCK_N: gl.constexpr, PAGE_KEYS: gl.constexpr,
+    STAGES: gl.constexpr, SLICES: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """A warp that loads a slice of each block's keys: of old blocks as long as there are free stages, after gdc_wait of others.
+
+    One warp issues a load every hundred cycles, in which an SM can take more than a page's panel.
+    """
+    _, k_smem, _, full, empty, _ = memory
+    _, k_tiles, _, pages, _, _, key_panel, _, some = loads
+    PAGES: gl.constexpr = BLOCK_N // PAGE_KEYS
+    first_panel = key_panel + SLICE * (DIM // 64 // SLICES)
+    blocks, old = _old_blocks(low, high, settled, FRESH, BLOCK_N, STAGES)
     stage = 0
     phase = 1
     slots = slots_of_pages(pages, low, high, PAGE_SIZE, PAGE_KEYS, PAGES)
     for k in range(0, old):
-        _load(
-            kv_tiles, k_smem, v_smem, full, empty, slots, key_panel, value_panel, k, stage, phase, some,
-            DIM, COLUMNS, BLOCK_N, PAGES, STAGES, SLICES,
-        )  # fmt: skip
+        _load_keys(
+            k_tiles, k_smem, full, empty, slots, first_panel, k, stage, phase, some, SLICE, SLICES, DIM, BLOCK_N, PAGES, STAGES
+        )
+        slots = slots_of_pages(pages, low + (k + 1) * BLOCK_N, high, PAGE_SIZE, PAGE_KEYS, PAGES)
+        stage, phase = next_stage(stage, phase, STAGES)
+    if PDL:
+        gdc_wait()
+    for k in range(old, blocks):
+        _load_keys(
+            k_tiles, k_smem, full, empty, slots, first_panel, k, stage, phase, some, SLICE, SLICES, DIM, BLOCK_N, PAGES, STAGES
+        )
+        slots = slots_of_pages(pages, low + (k + 1) * BLOCK_N, high, PAGE_SIZE, PAGE_KEYS, PAGES)
+        stage, phase = next_stage(stage, phase, STAGES)
+
+
+@gluon.jit
+def value_producer(
+    memory, loads, low, high, settled,
+    PADDED_GROUP: gl.constexpr, DIM: gl.constexpr, COLUMNS: gl.constexpr, PAGE_SIZE: gl.constexpr, FRESH: gl.constexpr,
+    BLOCK_N: gl.constexpr, PAGE_KEYS: gl.constexpr, STAGES: gl.constexpr, SLICES: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """A warp that loads the values in the same way, and after gdc_wait the queries first."""
+    q_smem, _, v_smem, full, empty, _ = memory
+    q_tiles, _, v_tiles, pages, first_query, first_head, _, value_panel, some = loads
+    PAGES: gl.constexpr = BLOCK_N // PAGE_KEYS
+    KEY_PANELS: gl.constexpr = DIM // 64
+    blocks, old = _old_blocks(low, high, settled, FRESH, BLOCK_N, STAGES)
+    stage = 0
+    phase = 1
+    slots = slots_of_pages(pages, low, high, PAGE_SIZE, PAGE_KEYS, PAGES)
+    for k in range(0, old):
+        _load_values(v_tiles, v_smem, full, empty, slots, value_panel, k, stage, phase, SLICES, COLUMNS, BLOCK_N, PAGES, STAGES)
         slots = slots_of_pages(pages, low + (k + 1) * BLOCK_N, high, PAGE_SIZE, PAGE_KEYS, PAGES)
         stage, phase = next_stage(stage, phase, STAGES)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     asked = full.index((SLICES + 1) * STAGES)
-    mbarrier.expect(asked, 2 * 64 * WARPGROUPS * DIM, pred=blocks > 0)
-    for i in range(gl.minimum(blocks, some) * WARPGROUPS * KEY_PANELS):
+    mbarrier.expect(asked, 2 * 128 * DIM, pred=blocks > 0)
+    for i in range(gl.minimum(blocks, some) * 2 * KEY_PANELS):
         query = first_query + i // KEY_PANELS * (64 // PADDED_GROUP)
-        tma_load(q_tiles, [query, kv_head * GROUP, i % KEY_PANELS * 64], asked, q_smem.index(i))
+        tma_load(q_tiles, [query, first_head, i % KEY_PANELS * 64], asked, q_smem.index(i))
     for k in range(old, blocks):
-        _load(
-            kv_tiles, k_smem, v_smem, full, empty, slots, key_panel, value_panel, k, stage, phase, some,
-            DIM, COLUMNS, BLOCK_N, PAGES, STAGES, SLICES,
-        )  # fmt: skip
+        _load_values(v_tiles, v_smem, full, empty, slots, value_panel, k, stage, phase, SLICES, COLUMNS, BLOCK_N, PAGES, STAGES)
         slots = slots_of_pages(pages, low + (k + 1) * BLOCK_N, high, PAGE_SIZE, PAGE_KEYS, PAGES)
         stage, phase = next_stage(stage, phase, STAGES)
+
+
+@gluon.jit
+def _halves(x_MN, COLUMNS: gl.constexpr):
+    """The first COLUMNS columns and as many others."""
+    return gl.split(gl.permute(gl.reshape(x_MN, [64, 2, COLUMNS]), (0, 2, 1)))
+
+
+@gluon.jit
+def _pieces(x_MN, PIECES: gl.constexpr, COLUMNS: gl.constexpr):
+    """A tile in 1, 2, 4 or 8 pieces of so many columns.  It costs nothing: a thread's columns are of all pieces."""
+    if PIECES == 1:
+        return (x_MN,)
+    elif PIECES == 2:
+        return _halves(x_MN, COLUMNS)
+    else:
+        first, second = _halves(x_MN, PIECES // 2 * COLUMNS)
+        return _pieces_of_half(first, PIECES // 2, COLUMNS) + _pieces_of_half(second, PIECES // 2, COLUMNS)
+
+
+@gluon.jit
+def _pieces_of_half(x_MN, PIECES: gl.constexpr, COLUMNS: gl.constexpr):
+    """The same of a half of at most 4 pieces: no function calls itself."""
+    if PIECES == 2:
+        return _halves(x_MN, COLUMNS)
+    else:
+        first, second = _halves(x_MN, 2 * COLUMNS)
+        return _halves(first, COLUMNS) + _halves(second, COLUMNS)
 
 
 @gluon.jit
@@ -224,7 +293,7 @@ def many_consumer(
     memory, shared, keys, WARPGROUP: gl.constexpr,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, PADDED_GROUP: gl.constexpr, DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
     COLUMNS: gl.constexpr, CAUSAL: gl.constexpr, HAS_STARTS: gl.constexpr, WINDOW_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, SLICES: gl.constexpr, PDL: gl.constexpr,
+    BLOCK_N: gl.constexpr, PAGE_KEYS: gl.constexpr, STAGES: gl.constexpr, SLICES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup's 64 rows.  top_M, total_M and decay_M: as in paged_hopper.py."""
     q_smem, k_smem, v_smem, full, empty, clean = memory
@@ -234,10 +303,11 @@ def many_consumer(
     PIECES: gl.constexpr = SLICES + 1
     KEY_PANELS: gl.constexpr = DIM // 64
     PANELS: gl.constexpr = KEY_PANELS // SLICES
+    PAGES: gl.constexpr = BLOCK_N // PAGE_KEYS
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    gqa_M = tile * BLOCK_M + WARPGROUP * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, S))
+    gqa_M = tile * 128 + WARPGROUP * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, S))
     query_M, head_M = gqa_M // PADDED_GROUP, gqa_M % PADDED_GROUP
     ok_M = (query_M < queries) & (head_M < GROUP)
     start_M = query_M
@@ -247,9 +317,9 @@ def many_consumer(
     if CAUSAL:
         last_M = gl.minimum(last_M, length - (queries - 1 - WINDOW_RIGHT - query_M))
     state_M = ((first + query_M).to(gl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP + head_M) * states + split
-    q_PMD = q_smem._reinterpret(dtype, [(BLOCK_M // 64) * KEY_PANELS, 64, 64], SHARED)  # P: panels
+    q_PMD = q_smem._reinterpret(dtype, [2 * KEY_PANELS, 64, 64], SHARED)  # P: panels
     k_PND = k_smem._reinterpret(dtype, [STAGES * KEY_PANELS, BLOCK_N, 64], SHARED)
-    v_SNC = v_smem._reinterpret(dtype, [STAGES, BLOCK_N, COLUMNS], SHARED)
+    v_PNC = v_smem._reinterpret(dtype, [STAGES * PAGES, PAGE_KEYS, COLUMNS], SHARED)  # P: pages
     top_M = gl.full([64], -float("inf"), gl.float32, layout=gl.SliceLayout(1, S))
     total_M = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, S))
     acc_MC = gl.zeros([64, COLUMNS], gl.float32, layout=A)
@@ -287,12 +357,13 @@ def many_consumer(
         top_M = new_M
         p_MN = gl.exp2(s_MN - shift_M[:, None])
         total_M = total_M * decay_M + gl.sum(p_MN, 1)
-        weights = gl.convert_layout(p_MN.to(dtype), gl.DotOperandLayout(0, A, 2))
+        weights = _pieces(p_MN.to(dtype), PAGES, PAGE_KEYS)
         acc_MC *= gl.convert_layout(decay_M, gl.SliceLayout(1, A))[:, None]
         mbarrier.wait(full.index(at + SLICES), phase)
         if (start + BLOCK_N > high) | (start < begin):  # the first block and the last one alone
             if WARPGROUP == 0:
-                drop_values(v_SNC.index(stage), begin, start, high, BLOCK_N, COLUMNS, 4)
+                for i in gl.static_range(PAGES):
+                    drop_values(v_PNC.index(stage * PAGES + i), begin, start + i * PAGE_KEYS, high, PAGE_KEYS, COLUMNS, 4)
                 fence_async_shared()
                 barrier()
                 mbarrier.arrive(clean.index(stage), count=1)
@@ -300,7 +371,10 @@ def many_consumer(
                 mbarrier.wait(clean.index(stage), cleaned & (stage == 0).to(gl.int32))
             if k == 0:
                 cleaned += 1
-        acc = warpgroup_mma(weights, v_SNC.index(stage), acc_MC, is_async=True)
+        acc = acc_MC
+        for i in gl.static_range(PAGES):
+            weights_MN = gl.convert_layout(weights[i], gl.DotOperandLayout(0, A, 2))
+            acc = warpgroup_mma(weights_MN, v_PNC.index(stage * PAGES + i), acc, is_async=True)
         acc_MC = warpgroup_mma_wait(0, deps=(acc,))
         barrier()  # the warpgroup has read the values
         mbarrier.arrive(empty.index(at + SLICES), count=1, pred=k + STAGES < blocks)
@@ -324,26 +398,29 @@ def launch_wide_many_hopper(
     (T, H, D), (k, v), splits = q_THD.shape, view.heads, out_THSE.shape[2]
     (N, K, _), E, P = k.shape, v.shape[2], segment.pages.page_size
     G, states, starts_T = H // K, lse_THS.stride(1), segment.starts_T
-    padded_group, warpgroups = triton.next_power_of_2(G), tiles.block_m // ROWS
+    padded_group = triton.next_power_of_2(G)
     num_tiles = triton.cdiv(segment.max_seqlen_q * padded_group, tiles.block_m)
-    assert warpgroups * ROWS == tiles.block_m and (warpgroups == 2 or (warpgroups == 3 and starts_T is None))
+    assert tiles.block_m == 2 * ROWS and tiles.block_n // min(P, tiles.block_n) in (1, 2, 4, 8)
     assert segment.pages.table.stride(1) == 1 and out_THSE.stride() == (H * states * E, states * E, E, 1)
     assert lse_THS.stride(0) == H * states and (splits == 1 or lse_THS.stride(2) == 1)
     assert starts_T is None or (starts_T.shape[0] >= T and starts_T.is_contiguous())
     assert k.stride()[1:] == (D, 1) and v.stride()[1:] == (E, 1) and v.data_ptr() - k.data_ptr() == K * D * k.itemsize
-    rows = k.as_strided((K * (D + E) // PANEL, N, PANEL), (PANEL, k.stride(0), 1))
-    kv_block, q_block = [1, min(P, tiles.block_n), PANEL], [ROWS // padded_group, padded_group, PANEL]
+    keys, values = (x.as_strided((K * x.shape[2] // PANEL, N, PANEL), (PANEL, x.stride(0), 1)) for x in (k, v))
+    columns, keys_at_once, q_block = E // tiles.parts, min(P, tiles.block_n), [ROWS // padded_group, padded_group, PANEL]
     wide_many_hopper_kernel[(segment.rows * K * num_tiles * tiles.parts, splits)](
         TensorDescriptor(q_THD, list(q_THD.shape), list(q_THD.stride()), q_block, tma_layout(3)),
-        TensorDescriptor(rows, list(rows.shape), list(rows.stride()), kv_block, tma_layout(3)),
+        TensorDescriptor(keys, list(keys.shape), list(keys.stride()), [1, keys_at_once, PANEL], tma_layout(3)),
+        TensorDescriptor(
+            values, list(values.shape), list(values.stride()), [columns // PANEL, keys_at_once, PANEL], tma_layout(3)
+        ),
         segment.pages.table, segment.cache_seqlens, segment.cu_seqlens_q,
         segment.cu_seqlens_q if starts_T is None else starts_T, out_THSE, lse_THS,
         scoring.factor(D), 1.0 if scoring.softcap is None else scoring.softcap,
         segment.pages.table.stride(0), states, num_tiles, 1,
-        KV_HEADS=K, GROUP=G, PADDED_GROUP=padded_group, DIM=D, VALUE_DIM=E, COLUMNS=E // tiles.parts, PAGE_SIZE=P,
+        KV_HEADS=K, GROUP=G, PADDED_GROUP=padded_group, DIM=D, VALUE_DIM=E, COLUMNS=columns, PAGE_SIZE=P,
         CAUSAL=segment.causal and segment.max_seqlen_q > 1, HAS_STARTS=starts_T is not None, WINDOW_RIGHT=segment.window_right,
-        SOFTCAP=scoring.softcap is not None, FRESH=segment.fresh, WARPGROUPS=warpgroups, BLOCK_N=tiles.block_n,
+        SOFTCAP=scoring.softcap is not None, FRESH=segment.fresh, BLOCK_N=tiles.block_n,
         MIN_SPLIT_KEYS=tiles.min_split_keys, STAGES=tiles.stages, SLICES=max(1, D // PANEL // SLICE_PANELS),
-        CONSUMER_REGISTERS=REGISTERS[warpgroups][0], PRODUCER_REGISTERS=REGISTERS[warpgroups][1],
+        CONSUMER_REGISTERS=CONSUMER_REGISTERS, PRODUCER_REGISTERS=PRODUCER_REGISTERS,
         num_warps=4, maxnreg=tiles.registers, **chained(q_THD.device),
     )  # fmt: skip
