@@ -20,6 +20,7 @@ from specdec.loading.about.doctor import drafter_rows
 from specdec.loading.plan import scratch_values
 from specdec.models.checkpoints.frame import open_target
 from specdec.models.checkpoints.mtp_names import mtp_prefixes
+from specdec.models.layers import Rotary
 from specdec.models.linear import Linear
 from specdec.models.registry import choose_target, load_chosen
 from specdec.options import EngineOptions
@@ -57,10 +58,11 @@ def test_plan_counts_each_weight_once(mtp_zoo: MtpZoo, name: str) -> None:
     assert head is not None
     sizes = {x.data_ptr(): x.nbytes for x in (*model.parameters(), *model.buffers())}
     more = {x.data_ptr(): x.nbytes for x in (*head.parameters(), *head.buffers()) if x.data_ptr() not in sizes}
-    tables = sum(module.rotary.table.nbytes for module in (model, head))  # which no checkpoint holds
+    rotaries = [each for module in (model, head) for each in module.modules() if isinstance(each, Rotary)]
+    tables = sum(rotary.table.nbytes for rotary in rotaries)  # which no checkpoint holds
     target, layers = (plan.parts[key] for key in ("weights of the target", "weights of the draft head"))
     assert target + layers == sum(sizes.values()) + sum(more.values()) - tables
-    assert len(plan.kv_token) == 2 and plan.kv_token[1] < plan.kv_token[0]
+    assert len(plan.kv_token) == 2 and plan.kv_token[1] <= plan.kv_token[0]
 
 
 def test_doctor_names_the_kind() -> None:
@@ -153,6 +155,8 @@ def test_targets_load_without_their_layers(mtp_zoo: MtpZoo, tmp_path: Path) -> N
         assert decoder.generate([[1, 2, 3]], SamplingParams(max_tokens=2))[0].token_ids
         with pytest.raises(ValueError, match="is missing for draft='mtp'"):
             SpecDecoder.from_pretrained(bare, "mtp", SpecConfig(2, 1, 3), device="cpu", max_seq_len=64)
+        if name == "mimo-v2":  # whose tensors say how many layers there are
+            continue
         none = changed(folder, tmp_path / f"{name}-none", **{COUNT: 0})
         with pytest.raises(ValueError, match="tensors are not part of this architecture"):
             SpecDecoder.from_pretrained(none, device="cpu", max_seq_len=64)

@@ -56,12 +56,13 @@ def tensor_changes(tensors: Tensors, own: list[str]) -> Iterator[tuple[str, Tens
 def key_changes(raw: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     is_counted = raw["model_type"] != "mimo_v2_flash"  # else tensors say how many layers there are
     values: dict[str, tuple[Any, ...]] = {
-        COUNT: (*((0,) if is_counted else ()), 2, -1, "1", 1.5, True, [1]), "n_routed_experts": (4,), "use_qk_norm": (False, "no"), "use_mrope": (True, 1),
-        "moe_intermediate_size": (12,), "n_shared_experts": (2,), "partial_rotary_factor": (0.0, 1.5, "half"),
+        COUNT: (*((0,) if is_counted else ()), 2, -1, "1", 1.5, True, [1]), "n_routed_experts": (4,),
+        "use_qk_norm": (False, "no"), "use_mrope": (True, 1), "moe_intermediate_size": (12,),
+        "n_shared_experts": (2,), "partial_rotary_factor": (0.0, 1.5, "half"),
         "attention_bias": (not raw.get("attention_bias", False),) if raw["model_type"] != "mimo" else ("no",),
     }  # fmt: skip
-    if raw["model_type"] == "ernie4_5_moe":
-        del values["moe_intermediate_size"]  # of the target alone
+    if raw["model_type"] in ("ernie4_5_moe", "mimo_v2_flash"):  # whose layers are dense
+        del values["moe_intermediate_size"], values["n_routed_experts"]
     for key, others in values.items():
         if key in raw or key in ("attention_bias",) or key in raw.get("rope_parameters", {}):
             for other in others:
