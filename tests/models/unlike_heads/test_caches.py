@@ -63,8 +63,8 @@ def test_8_bits(zoo: Zoo, target: str, kept: str) -> None:
 @pytest.mark.parametrize(
     ("target", "kept", "shape", "page_size"),
     [
-        ("gemma wide", "fp8", (4, 4, 14), 16), ("gemma wide", "int8", (5, 1, 6), 4), ("gemma-mixture wide", "fp8", (4, 3, 12), 1),
-        ("gemma-small wide", "int8_keys", (4, 4, 14), 16),
+        ("gemma wide", "fp8", (4, 4, 14), 16), ("gemma wide", "int8", (5, 1, 6), 4),
+        ("gemma-mixture wide", "fp8", (4, 3, 12), 1), ("gemma-small wide", "int8_keys", (4, 4, 14), 16),
     ],
 )  # fmt: skip
 def test_captured_rounds_in_8_bits(
