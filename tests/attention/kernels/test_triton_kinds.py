@@ -57,7 +57,7 @@ class World:
         kv_N2KD = self.randn(self.pages.num_slots, 2, self.K, self.D)
         if kv_cache_dtype == "fp8":
             scale_2K = torch.rand(2, self.K, generator=self.pages.generator) * 0.02 + 0.005
-            return QuantView(to_fp8(kv_N2KD, scale_2K), scale_2K)
+            return QuantView(to_fp8(kv_N2KD, scale_2K), scale_2K=scale_2K)
         if kv_cache_dtype in ("int8", "int8 queries"):
             stored, scales_N2K = to_int8(kv_N2KD)
             return QuantView(stored, scales_N2K=scales_N2K, int8_queries=kv_cache_dtype == "int8 queries")
