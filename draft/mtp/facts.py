@@ -19,7 +19,7 @@ def facts_of(checkpoint: Checkpoint, spec: MtpSpec) -> Facts:
         shared = f", and shared ones of width {experts.shared_size}" if experts.shared_size else ""
         mlp = f"{experts.count} experts of width {experts.intermediate_size}, {experts.router.top_k} a token{shared}"
     held = {name: own for name, own in copies(spec).items() if name in checkpoint}
-    head = {
+    head: dict[str, object] = {
         "kind": "mtp",
         "layers": model.num_layers,
         "weights": how_stored(checkpoint, spec),
