@@ -1,7 +1,7 @@
 """The producer warps of wide_many_hopper.py: each loads slices of blocks' keys, or the values, by TMA.
 
-One warp issues a load about every hundred cycles, in which an SM could take more than a page's panel.  So each slice of the keys
-has a warp of its own, and loads are as large as wgmma allows.  Loops over loads have bounds that the compiler does not know
+One warp issues a load about every hundred cycles, in which an SM could take more than a page's panel.  So each slice of the
+keys has a warp of its own, and loads are as large as wgmma allows.  Loops over loads have bounds that the compiler does not know
 (`some` is 1), so that they stay loops: a producer has no registers for so many addresses.
 
 This module knows pages and mbarriers, and no softmax.
@@ -71,7 +71,7 @@ def key_producer(
     DIM: gl.constexpr, PAGE_SIZE: gl.constexpr, FRESH: gl.constexpr, BLOCK_N: gl.constexpr, PAGE_KEYS: gl.constexpr,
     STAGES: gl.constexpr, SLICES: gl.constexpr, GROUPED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """A warp that loads a slice of each block's keys: of old blocks as long as there are free stages, after gdc_wait of others."""
+    """A warp that loads a slice of each block's keys: while there are free stages of old blocks, after gdc_wait of others."""
     _, k_smem, _, full, empty, _ = memory
     _, k_tiles, _, pages, _, _, key_panel, _, some = loads
     PAGES: gl.constexpr = BLOCK_N // PAGE_KEYS

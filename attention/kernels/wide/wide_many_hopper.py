@@ -61,7 +61,8 @@ def wide_many_hopper_kernel(
 ):  # fmt: skip
     """The arguments are those of wide_hopper_kernel.
 
-    some: 1; see many_producers_hopper.py.  COLUMNS: of the values that a program has.  SLICES: of a block's keys, along their columns.
+    some: 1; see many_producers_hopper.py.  COLUMNS: of the values that a program has.
+    SLICES: of a block's keys, along their columns.
     GROUPED: whether one TMA load brings all panels of a slice for 8 keys, as many rows as wgmma reads at once.
     CONSUMER_REGISTERS: of a thread of the second warpgroup; the first one has what is left.
     """
