@@ -1,8 +1,8 @@
 """The producer warps of wide_many_hopper.py: each loads slices of blocks' keys, or the values, by TMA.
 
 One warp issues a load about every hundred cycles, in which an SM could take more than a page's panel.  So each slice of the
-keys has a warp of its own, and loads are as large as wgmma allows.  Loops over loads have bounds that the compiler does not know
-(`some` is 1), so that they stay loops: a producer has no registers for so many addresses.
+keys has a warp of its own, and loads are as large as wgmma allows.  Loops over loads have bounds that the compiler does not
+know (`some` is 1), so that they stay loops: a producer has no registers for so many addresses.
 
 This module knows pages and mbarriers, and no softmax.
 
