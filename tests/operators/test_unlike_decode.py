@@ -45,3 +45,12 @@ def test_values_of_another_width_are_refused(tmp_path: Path) -> None:
     decode = load(save_unlike(tmp_path / "mimo", "mimo"))
     with pytest.raises(ValueError, match="got family 'mimo_v2_flash' with SplitLayout; nearest setting that works"):
         DecodePass(decode, PAGE)
+
+
+@pytest.mark.slow_cases(keep=1)
+@pytest.mark.parametrize("name", SHALLOW)
+def test_a_compiled_pass_computes_the_same(tmp_path: Path, name: str) -> None:
+    """Keeps out: a part of the pass that torch.compile can't trace, of trees too."""
+    decode = DecodePass(load(save_unlike(tmp_path / name, name, **SHALLOW[name])), PAGE)
+    compiled = torch.compile(decode, fullgraph=True, backend="eager")
+    check(decode, compiled, inputs(decode, [5, 0, 9], 2))
