@@ -20,7 +20,7 @@ class LayerKind:
     window W: the keys p - W + 1 to p (Mistral, Gemma, gpt-oss).
     chunk C: the keys of p's own chunk up to p, (p // C) * C to p (Llama 4).
     If neither is set, the query reads all keys up to p.
-    skip: the first keys of a text that no query reads, in a layer that reads all others.
+    skip: the first keys of a text that no query reads, in a layer that otherwise reads all keys or a window.
     alibi: whether the layer's scoring has slopes (ALiBi), so that its plans need the queries' positions.
     attends: whether the layer reads keys at all.  recurrent: whether it keeps a state of the text by row.  A layer may do both
         (Falcon-H1), or neither: it is an MLP or a mixture then (Nemotron-H).
@@ -35,7 +35,7 @@ class LayerKind:
 
     def __post_init__(self) -> None:
         assert self.window is None or self.chunk is None, "a layer is windowed or chunked, not both"
-        assert not self.skip or self.span is None, "a layer that skips keys has no window"
+        assert not self.skip or self.chunk is None, "a layer that skips keys reads no chunks"
         assert self.span is None or self.span > 0, self
 
     @property
@@ -50,12 +50,12 @@ class LayerKind:
 
     def first_keys(self, positions: Tensor) -> Tensor:
         """The first position that a query at each of these positions reads.  Not defined for layers that read all keys."""
-        if self.skip:
-            return torch.full_like(positions, self.skip)
+        if self.chunk is not None:
+            return positions - positions % self.chunk
         if self.window is not None:
-            return (positions - (self.window - 1)).clamp_(min=0)
-        assert self.chunk is not None
-        return positions - positions % self.chunk
+            return (positions - (self.window - 1)).clamp_(min=self.skip)
+        assert self.skip
+        return torch.full_like(positions, self.skip)
 
     def __str__(self) -> str:
         if not self.attends:

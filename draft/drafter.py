@@ -49,7 +49,8 @@ class DraftNeeds:
         reads token ids alone.
     models: the configs of the parts that keep keys and values in the target's pages.
     slot_bytes: what else it keeps of each token of the first group of layers.
-    page_values: how many numbers in the models' dtype it keeps of each of that group's pages.
+    page_values: how many numbers in the models' dtype it keeps of each page in which its models' layers keep keys, which are
+        of one group then.
     borrowed: what it reads of the target's keys and values; None: nothing.
     """
 

@@ -29,6 +29,7 @@ class KVCache:
     kv_layers: for each layer, the layer whose keys and values it reads: itself, or an earlier layer that stores its own (KV
         sharing).  The cache holds nothing for a layer that reads another one's.  None: every layer stores its own.
     group_numbers: the groups to which any layer belongs, in ascending order.
+    slots: of each layer of a group, by the group's number.
     buffers_of: by group and name, a buffer's tensor [layers of the group that hold it, num_slots, *shape].
     """
 
@@ -51,7 +52,7 @@ class KVCache:
         assert len(self.groups) == len(kv_layers) == len(layers) and all(kv_layers[layer] == layer for layer in stored)
         assert all(self.kinds[layer] == self.kinds[source] for layer, source in enumerate(kv_layers))
         assert all(self.groups[layer] == self.groups[source] for layer, source in enumerate(kv_layers))
-        slots = (num_slots,) if isinstance(num_slots, int) else num_slots
+        self.slots = slots = (num_slots,) if isinstance(num_slots, int) else tuple(num_slots)
         self.group_numbers = tuple(sorted(set(self.groups)))
         self.buffers_of: dict[int, dict[str, Tensor]] = {}
         views: dict[int, KVView] = {}

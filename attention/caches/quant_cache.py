@@ -34,18 +34,16 @@ MIN_INT8_SCALE = (
 MIN_FP8_SCALE = 2.0**-6
 
 
-@dataclass
-class QuantView(CachedHeads):
-    """One layer's keys and values in 8 bits.
+@dataclass(kw_only=True)
+class QuantHeads(CachedHeads):
+    """One layer's keys and values in 8 bits, whatever their widths: how they are scaled.
 
-    kv: [num_slots, 2, K, D], float8_e4m3fn or int8.
     scale_2K: the layer's fp8 scales, float32.  They are set in place, so kernels and captured graphs read them from the device.
     scales_N2K: the int8 scales of every slot, float32.
     needs_scale: True for fp8 as long as no scale is known and nothing has been stored.
     int8_queries: whether attention rounds queries to int8 too, one scale a query and head; for int8 only.
     """
 
-    kv: Tensor
     scale_2K: Tensor | None = None
     scales_N2K: Tensor | None = None
     needs_scale: bool = False
@@ -55,11 +53,6 @@ class QuantView(CachedHeads):
     def __post_init__(self) -> None:
         assert (self.scale_2K is None) != (self.scales_N2K is None), "fp8 has scale_2K, int8 scales_N2K"
         assert self.scale_2K is None or not self.int8_queries, "fp8 keys are not multiplied with int8 queries"
-
-    @cached_property
-    def heads(self) -> tuple[Tensor, Tensor]:
-        k, v = self.kv.unbind(1)
-        return k, v
 
     @property
     def quant(self) -> str:
@@ -71,15 +64,40 @@ class QuantView(CachedHeads):
         assert scales is not None
         return scales
 
-    def set_scale(self, kv_T2KD: Tensor) -> None:
+    def set_scale(self, *heads: Tensor) -> None:
         """Sets the fp8 scale so that these keys and values fit with room to spare.
 
+        heads: [T, 2, K, D], or keys [T, 1, K, D] and values [T, 1, K, E].
         This happens once and outside of CUDA graphs: a captured graph would set the scale again at every replay.
         """
         assert self.needs_scale and self.scale_2K is not None
-        assert not (kv_T2KD.is_cuda and torch.cuda.is_current_stream_capturing()), "a graph would set the scale in each replay"
-        self.scale_2K.copy_(fp8_scale(kv_T2KD))
+        on_gpu = any(x.is_cuda for x in heads)
+        assert not (on_gpu and torch.cuda.is_current_stream_capturing()), "a graph would set the scale in each replay"
+        self.scale_2K.copy_(torch.cat([fp8_scale(x) for x in heads]))
         self.needs_scale = False
+
+    def quantise(self, heads: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
+        """Quantised keys and values, [T, 2, K, D], and their scales: [2, K] for fp8, [T, 2, K] for int8.
+
+        first: of [T, 1, K, D], whether these are keys (0) or values (1).
+        """
+        if self.scale_2K is None:
+            return to_int8(heads)
+        assert not self.needs_scale
+        scale = self.scale_2K[first : first + heads.shape[1]]
+        return to_fp8(heads, scale), scale
+
+
+@dataclass
+class QuantView(QuantHeads):
+    """Keys and values of one width.  kv: [num_slots, 2, K, D], float8_e4m3fn or int8."""
+
+    kv: Tensor
+
+    @cached_property
+    def heads(self) -> tuple[Tensor, Tensor]:
+        k, v = self.kv.unbind(1)
+        return k, v
 
     def write(self, slots_T: Tensor, kv_T2KD: Tensor) -> None:
         if self.needs_scale:
@@ -99,13 +117,6 @@ class QuantView(CachedHeads):
     def as_stored(self, kept: Tensor) -> Tensor:
         """These keys and values [T, 2, K, D] as a later read of the cache would return them: quantised and converted back."""
         return dequantised(*self.quantise(kept), kept.dtype)
-
-    def quantise(self, kv_T2KD: Tensor) -> tuple[Tensor, Tensor]:
-        """The quantised keys and values, [T, 2, K, D], and their scales: [2, K] for fp8, [T, 2, K] for int8."""
-        if self.scale_2K is None:
-            return to_int8(kv_T2KD)
-        assert not self.needs_scale
-        return to_fp8(kv_T2KD, self.scale_2K), self.scale_2K
 
 
 def as_stored(cache: KVCache) -> Callable[[int, Tensor], Tensor] | None:
@@ -180,4 +191,4 @@ class QuantLayout(CacheLayout):
         given = self.scales[layer] if layer < len(self.scales) else None
         if given is not None:
             scale_2K.copy_(given)
-        return QuantView(buffers["kv"], scale_2K, needs_scale=given is None)
+        return QuantView(buffers["kv"], scale_2K=scale_2K, needs_scale=given is None)

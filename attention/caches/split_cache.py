@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.caches.layout import CacheBuffer, CachedHeads, CacheLayout
-from specdec.attention.caches.quant_cache import KV_CACHE_DTYPES, QuantView, dequantised, fp8_scale, to_fp8, to_int8
+from specdec.attention.caches.quant_cache import KV_CACHE_DTYPES, QuantHeads, QuantView, dequantised
 
 
 @dataclass(frozen=True)
@@ -64,45 +63,25 @@ class SplitLayout(CacheLayout):
 
 
 @dataclass
-class QuantSplitView(CachedHeads):
-    """One layer's keys [slots, K, D] and values [slots, K, E] in 8 bits, views of one row a token.
-
-    scale_2K, scales_N2K, needs_scale, int8_queries: as of QuantView.
-    """
+class QuantSplitView(QuantHeads):
+    """One layer's keys [slots, K, D] and values [slots, K, E] in 8 bits, views of one row a token."""
 
     k: Tensor
     v: Tensor
-    scale_2K: Tensor | None = None
-    scales_N2K: Tensor | None = None
-    needs_scale: bool = False
-    int8_queries: bool = False
-    is_lossy: ClassVar[bool] = True
 
     @property
     def heads(self) -> tuple[Tensor, Tensor]:
         return self.k, self.v
 
-    @property
-    def quant(self) -> str:
-        return "fp8" if self.scales_N2K is None else "int8"
-
-    @property
-    def scales(self) -> Tensor:
-        scales = self.scale_2K if self.scales_N2K is None else self.scales_N2K
-        assert scales is not None
-        return scales
-
     def write_heads(self, slots_T: Tensor, k_TKD: Tensor, v_TKE: Tensor) -> None:
         """As of SplitView.  The first keys and values set fp8's scales, if the checkpoint has none."""
         if self.needs_scale:
-            assert self.scale_2K is not None and not (k_TKD.is_cuda and torch.cuda.is_current_stream_capturing())
-            self.scale_2K.copy_(torch.cat([fp8_scale(x[:, None]) for x in (k_TKD, v_TKE)]))
-            self.needs_scale = False
+            self.set_scale(k_TKD[:, None], v_TKE[:, None])
         for at, (kept, x) in enumerate(((self.k, k_TKD), (self.v, v_TKE))):
-            stored, scales = self._quantised(at, x)
-            kept.view(torch.uint8).index_copy_(0, slots_T, stored.view(torch.uint8))
+            stored, scales = self.quantise(x[:, None], at)
+            kept.view(torch.uint8).index_copy_(0, slots_T, stored[:, 0].view(torch.uint8))
             if self.scales_N2K is not None:
-                self.scales_N2K[:, at].index_copy_(0, slots_T, scales)
+                self.scales_N2K[:, at].index_copy_(0, slots_T, scales[:, 0])
 
     def read(self, slots_N: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         scales = self.scales[None] if self.scales_N2K is None else self.scales_N2K.index_select(0, slots_N)
@@ -113,16 +92,9 @@ class QuantSplitView(CachedHeads):
     def as_stored(self, kept: Tensor) -> Tensor:
         """Rows [T, K D + K E] of keys and values as a later read of the cache would return them."""
         K, sizes = self.k.shape[1], [x.shape[1] * x.shape[2] for x in self.heads]
-        parts = [x.unflatten(1, (K, -1)) for x in kept.split(sizes, dim=1)]
-        read = [dequantised(*self._quantised(at, x), kept.dtype).flatten(1) for at, x in enumerate(parts)]
+        parts = [x.unflatten(1, (K, -1))[:, None] for x in kept.split(sizes, dim=1)]
+        read = [dequantised(*self.quantise(x, at), kept.dtype).flatten(1) for at, x in enumerate(parts)]
         return torch.cat(read, dim=1)
-
-    def _quantised(self, at: int, x_TKX: Tensor) -> tuple[Tensor, Tensor]:
-        """Quantised keys (at 0) or values (at 1), and their scales: [K] for fp8, [T, K] for int8."""
-        if self.scale_2K is None:
-            return to_int8(x_TKX)
-        assert not self.needs_scale
-        return to_fp8(x_TKX[:, None], self.scale_2K[at : at + 1])[:, 0], self.scale_2K[at]
 
 
 @dataclass(frozen=True)
@@ -156,7 +128,7 @@ class QuantSplitLayout(CacheLayout):
         given = self.scales[layer] if layer < len(self.scales) else None
         if given is not None:
             scale_2K.copy_(given)
-        return QuantSplitView(*heads, scale_2K, needs_scale=given is None)
+        return QuantSplitView(*heads, scale_2K=scale_2K, needs_scale=given is None)
 
 
 @dataclass(frozen=True)

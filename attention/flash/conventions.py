@@ -46,7 +46,7 @@ def check_conventions(name: str, q_THD: Tensor, view: FlashView, like: Segment) 
     asked: FlashView = MHAView(kv.to(view.kv.dtype))
     if isinstance(view, QuantView):  # every head has keys and values of its own
         keys_K = 1 / torch.arange(1, K + 1, dtype=torch.float32, device=device)
-        asked, values_K = QuantView(kv.to(view.kv.dtype), torch.stack((keys_K, 2 - keys_K))), 2 - keys_K
+        asked, values_K = QuantView(kv.to(view.kv.dtype), scale_2K=torch.stack((keys_K, 2 - keys_K))), 2 - keys_K
     q_3nHD = torch.tensor([1.0, 1.0, 2.0], dtype=torch.float32, device=device)[:, None, None, None].expand(-1, n, H, D)
     out_THD, lse_TH = ADAPTERS[name](q_3nHD.flatten(0, 1).to(q_THD.dtype), asked, segment, PLAIN, {})
     firsts, lasts = out_THD.unflatten(0, (3, n))[:, -1, :, 0].float(), lse_TH.unflatten(0, (3, n))[:, -1]  # these read all keys

@@ -17,6 +17,8 @@ from specdec.attention.kinds import LayerKind
 from specdec.attention.pages import PageTable
 from specdec.ops.launch import chained
 
+EVERY = 1 << 30  # a window of all keys
+
 
 @triton.jit
 def slots_on(page_N, position_N, PAGE_SIZE: tl.constexpr):
@@ -112,7 +114,7 @@ def launch_last_positions(lens_R: Tensor, per_row: int) -> Tensor:
 
 
 @triton.jit(
-    do_not_specialize=["total", "per_base", "span"],
+    do_not_specialize=["total", "per_base", "span", "skip"],
     do_not_specialize_on_alignment=["positions", "base", "lower"],
 )
 def first_keys_kernel(
@@ -122,9 +124,9 @@ def first_keys_kernel(
     first_keys,  # [T] int32
     total,  # T
     per_base,  # T / B
-    span,  # the window, the chunk, or the keys that are skipped
+    span,  # the window or the chunk; of queries that read all keys but the first ones, more than any position
+    skip,  # the first keys, which no query reads
     CHUNKS: tl.constexpr,
-    SKIPS: tl.constexpr,
     HAS_BASE: tl.constexpr,
     HAS_LOWER: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -137,12 +139,10 @@ def first_keys_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
     position = tl.load(positions + t, mask=ok, other=0).to(tl.int32)
-    if SKIPS:
-        first = position * 0 + span
-    elif CHUNKS:
+    if CHUNKS:
         first = position - position % span
     else:
-        first = tl.maximum(position - (span - 1), 0)
+        first = tl.maximum(position - (span - 1), skip)
     if HAS_BASE:
         first = tl.maximum(first - tl.load(base + t // per_base, mask=ok, other=0), 0)
     if HAS_LOWER:
@@ -161,8 +161,8 @@ def launch_first_keys(kind: LayerKind, positions_T: Tensor, base_B: Tensor | Non
     if T:
         first_keys_kernel[(triton.cdiv(T, 128),)](
             positions_T, first_T if base_B is None else base_B, first_T if lower_T is None else lower_T, first_T,
-            T, T if base_B is None else T // base_B.shape[0], kind.skip or kind.span,
-            CHUNKS=kind.chunk is not None, SKIPS=kind.skip > 0, HAS_BASE=base_B is not None, HAS_LOWER=lower_T is not None,
+            T, T if base_B is None else T // base_B.shape[0], kind.span or EVERY, kind.skip,
+            CHUNKS=kind.chunk is not None, HAS_BASE=base_B is not None, HAS_LOWER=lower_T is not None,
             BLOCK=128, num_warps=1, **chained(device),
         )  # fmt: skip
     return first_T

@@ -29,6 +29,7 @@ class PagedTiles(NamedTuple):
     ctas_per_sm: programs (CTAs) for which `splits_for` plans on each SM.
     hopper: whether paged_hopper.py's kernel is meant (hopper_tiles.py).
     joined: whether that kernel multiplies a block's pages together.
+    parts: programs that share the columns of a tile's values (wide_many_hopper.py).
     """
 
     block_m: int
@@ -40,6 +41,7 @@ class PagedTiles(NamedTuple):
     ctas_per_sm: int = 1
     hopper: bool = False
     joined: bool = False
+    parts: int = 1
 
     def within(self, room: int, key_bytes: int, query_bytes: int) -> PagedTiles:
         """These tiles with as many stages as the GPU has shared memory for: those for 128 dims were measured with 227 KB.

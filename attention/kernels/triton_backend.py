@@ -209,7 +209,11 @@ class TritonBackend(Backend):
         """
         tiles, splits = self._tiles(q_THD, view, segment, scoring)
         assert out_THSD.shape[2] == splits
-        if tiles.hopper and reads_widths(view):
+        if tiles.hopper and reads_widths(view) and tiles.block_m > 64:
+            from specdec.attention.kernels.wide.wide_many_hopper import launch_wide_many_hopper
+
+            launch_wide_many_hopper(q_THD, view, segment, scoring, out_THSD, lse_THS, tiles)
+        elif tiles.hopper and reads_widths(view):
             from specdec.attention.kernels.wide.wide_hopper import launch_wide_hopper
 
             launch_wide_hopper(q_THD, view, segment, scoring, out_THSD, lse_THS, tiles)
@@ -249,7 +253,7 @@ class TritonBackend(Backend):
             tiles = tiles.within(room, key_bytes, padded(k.shape[2]) * q_THD.itemsize)
         if tiles.hopper:
             seqlen_q_packgqa = segment.max_seqlen_q * triton.next_power_of_2(H // K)
-        num_tiles = triton.cdiv(seqlen_q_packgqa, tiles.block_m)
+        num_tiles = triton.cdiv(seqlen_q_packgqa, tiles.block_m) * tiles.parts
         return tiles, splits_for(
             segment.rows * K * num_tiles, segment.max_keys, tiles.min_split_keys, programs * tiles.ctas_per_sm
         )

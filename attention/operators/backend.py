@@ -24,7 +24,7 @@ from specdec.attention.operators.heads import PAGED_ATTENTION, ROPE, ROPE_STORE,
 from specdec.attention.operators.latent import LATENT_ATTENTION, latents_of
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.attention.state import AttentionState, merge_all, merge_states
-from specdec.ops.rope import PLAIN_VALUES, HeadPrep
+from specdec.ops.rope import HeadPrep
 
 # Fields of Scoring and of Segment that the operators take; every other must have its default.
 _SCORING = {"scale", "softcap", "sinks_H", "slopes_H", "sqrt_alibi"}
@@ -53,8 +53,8 @@ class OperatorBackend(Backend):
         if isinstance(view, QuantView):
             assert not view.needs_scale, "an fp8 cache needs its scales before a pass is traced"
             scale_2K, scales_N2K = view.scale_2K, view.scales_N2K
-        ROPE_STORE(qkv_TXD, view.kv, slots_T, *_rope_arguments(prep), scale_2K, scales_N2K)
-        return qkv_TXD[:, : qkv_TXD.shape[1] - 2 * prep.num_kv_heads]
+        ROPE_STORE(qkv_TXD, view.kv, slots_T, *_rope_arguments(prep), scale_2K, scales_N2K, *prep.values)
+        return qkv_TXD[:, : prep.query_heads(qkv_TXD.shape[1])]
 
     def rotate(self, q_TQD: Tensor, prep: HeadPrep) -> Tensor:
         ROPE(q_TQD, *_rope_arguments(prep))
@@ -91,8 +91,6 @@ class OperatorBackend(Backend):
 
 def _rope_arguments(prep: HeadPrep) -> tuple[Tensor | None, Tensor | None, Tensor | None, float]:
     """Positions, rotary table, norm weights and the norm's eps."""
-    if prep.values != PLAIN_VALUES:
-        raise TypeError(f"the operators of attention know no norm, scale or source of values, got {prep.values}")
     rotation = prep.rotation
     rope = (None, None) if rotation is None else (rotation.positions_T, rotation.table_P2D)
     return *rope, prep.norm_HD, prep.eps

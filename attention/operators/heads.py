@@ -26,7 +26,7 @@ from specdec.attention.segment import Segment
 from specdec.attention.state import AttentionState, merge_states
 from specdec.ops.launch import KERNEL_DTYPES, has_triton
 from specdec.ops.operator import define, nothing_fake
-from specdec.ops.rope import HeadPrep, Rotation
+from specdec.ops.rope import PLAIN_VALUES, HeadPrep, Rotation, ValuePrep
 
 ReadView = MHAView | QuantView | PairedView
 
@@ -64,14 +64,19 @@ def rope_store(
     eps: float = 0.0,
     scale_2K: Tensor | None = None,
     scales_N2K: Tensor | None = None,
+    normed_values: bool = False,
+    value_scale: float = 1.0,
+    values_are_keys: bool = False,
 ) -> None:
     """Norms and rotates the queries of qkv in place, and stores the keys and values, normed and rotated, in the slots (int64).
 
     Afterwards the keys and values in qkv are arbitrary.
     positions_T, table_P2D: the rotation; None: there is none.  norm_HD, eps: the norm of query and key heads; None: none.
     scale_2K: the scales of an fp8 cache, which are read.  scales_N2K: those of an int8 cache, which are written.
+    normed_values, value_scale, values_are_keys: see ValuePrep.
     """
-    prep = _prep(positions_T, table_P2D, kv_N2KD.shape[2], norm_HD, eps)
+    values = ValuePrep(normed_values, value_scale, values_are_keys)
+    prep = _prep(positions_T, table_P2D, kv_N2KD.shape[2], norm_HD, eps, values)
     view = stored_view(kv_N2KD, scale_2K if scales_N2K is None else scales_N2K)
     backend_for(qkv_TXD).store(view, qkv_TXD, slots_T, prep)
 
@@ -88,10 +93,11 @@ def rope(
 
 
 def _prep(
-    positions_T: Tensor | None, table_P2D: Tensor | None, num_kv_heads: int, norm_HD: Tensor | None, eps: float
-) -> HeadPrep:
+    positions_T: Tensor | None, table_P2D: Tensor | None, num_kv_heads: int, norm_HD: Tensor | None, eps: float,
+    values: ValuePrep = PLAIN_VALUES,
+) -> HeadPrep:  # fmt: skip
     rotation = None if table_P2D is None or positions_T is None else Rotation(table_P2D, positions_T)
-    return HeadPrep(rotation, num_kv_heads, norm_HD, eps)
+    return HeadPrep(rotation, num_kv_heads, norm_HD, eps, values)
 
 
 def paged_attention(
@@ -177,7 +183,8 @@ def state_fake(q_THD: Tensor, kv_N2KD: Tensor, scales: Tensor | None, paired: bo
 
 ROPE_STORE = define(
     "rope_store(Tensor(a!) qkv, Tensor(b!) kv, Tensor slots, Tensor? positions=None, Tensor? table=None, Tensor? norm=None, "
-    "float eps=0.0, Tensor? scale=None, Tensor(c!)? scales=None) -> ()",
+    "float eps=0.0, Tensor? scale=None, Tensor(c!)? scales=None, bool normed_values=False, float value_scale=1.0, "
+    "bool values_are_keys=False) -> ()",
     rope_store,
     nothing_fake,
 )

@@ -19,13 +19,14 @@ def facts_of(checkpoint: Checkpoint, spec: MtpSpec) -> Facts:
         shared = f", and shared ones of width {experts.shared_size}" if experts.shared_size else ""
         mlp = f"{experts.count} experts of width {experts.intermediate_size}, {experts.router.top_k} a token{shared}"
     held = {name: own for name, own in copies(spec).items() if name in checkpoint}
-    head = {
+    head: dict[str, object] = {
         "kind": "mtp",
         "layers": model.num_layers,
         "weights": how_stored(checkpoint, spec),
+        **({} if model.num_layers == 1 else {"each layer reads": spec.read_by_layers}),
         "levels beyond the layers": "drafted by the last layer again",
         "hidden_size": model.hidden_size,
-        "attention": f"latent, rank {model.latent_rank}" if model.keeps_latents else "heads",
+        "attention": f"latent, rank {model.latent_rank}" if model.keeps_latents else _heads(model),
         "heads": [model.num_heads, model.num_kv_heads, model.head_dim],
         "mlp": mlp,
         "features": "final hidden state, after the target's final norm",
@@ -46,6 +47,11 @@ def facts_of(checkpoint: Checkpoint, spec: MtpSpec) -> Facts:
         {name: list(shape) for name, shape in stored_tensors(checkpoint, spec).items()},
         {name: f"repeats {own}" for name, own in held.items()},
     )
+
+
+def _heads(model: ModelConfig) -> str:
+    window, sinks = model.layer_kinds[0].window, ", with sinks" if model.has_sinks else ""
+    return f"heads that read a window of {window} tokens{sinks}" if window else f"heads{sinks}"
 
 
 def _rope(model: ModelConfig) -> dict[str, Any] | str:

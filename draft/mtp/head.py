@@ -70,6 +70,9 @@ class MtpHead(StepHead):
     A state is what the next token's pass needs of a token: the outputs of the layers, but for the last one; in a draft, of
     those alone that are still to be read, the next one first.  With one layer it is the layer's output.
 
+    Where layers do not chain (`MtpRules`), layer k reads each token with the target's state of the token k + 1 before it.  A
+    state is then the output that drafts the next level, and after it what the layers read, but for the last one.
+
     Shapes: X width of a state, N states from before a pass.
     """
 
@@ -116,12 +119,15 @@ class MtpHead(StepHead):
     ) -> Tensor:
         """One level of a draft.  hidden_TH: [T, X], of the tokens before these ones."""
         parts, M = hidden_TH.split(self.feature_size, dim=-1), len(self.layers)
+        if not self.spec.rules.chains and len(parts) > 1:
+            parts = parts[1:]
         first, rotation = M - len(parts), self.rotary.at(positions_T)
         outs = [
             self._output(first + at, self._pairs(first + at, ids_T, part.contiguous()), rotation, attn, rows_R)
             for at, part in enumerate(parts)
         ]
-        return outs[0] if len(outs) <= 2 else torch.cat(outs[:-1], dim=-1)
+        state = outs[:-1] or outs if self.spec.rules.chains else [outs[0], *parts[:-1]]
+        return state[0] if len(state) == 1 else torch.cat(state, dim=-1)
 
     def begin(self, ids_T: Tensor, hidden_TH: Tensor, positions_T: Tensor, attn: AttentionFn, rows_R: Tensor) -> Tensor:
         pairs_TX = self._first_pairs(0, ids_T, hidden_TH, positions_T)
@@ -138,17 +144,21 @@ class MtpHead(StepHead):
     ) -> Tensor:
         """[T, X]: the states of pairs with true features, of all tokens.  Several layers.
 
-        rows_R: the pairs whose attention the last layer, which drafts nothing here, is asked for.
+        rows_R: the pairs for which layers are asked whose output nobody reads here: the last one, or all but the first.
         """
         rotation, states = self.rotary.at(positions_T), before.states_NX.split(self.feature_size, dim=-1)
-        hidden_TH = features_TH
-        outs: list[Tensor] = []
-        for index in range(len(self.layers)):
+        chains, M = self.spec.rules.chains, len(self.layers)
+        read, outs = list[Tensor](), list[Tensor]()
+        for index in range(M):
+            hidden_TH = features_TH
             if index:
-                hidden_TH = torch.cat((states[index - 1], outs[-1])).index_select(0, before.index_T)
+                kept, last = (states[index - 1], outs[-1]) if chains else (states[index], read[-1])
+                hidden_TH = torch.cat((kept, last)).index_select(0, before.index_T)
+            read.append(hidden_TH)
             pairs_TX = self._first_pairs(index, ids_T, hidden_TH, positions_T)
-            outs.append(self._output(index, pairs_TX, rotation, attn, rows_R if index == len(self.layers) - 1 else None))
-        return torch.cat(outs[:-1], dim=-1)
+            is_read = index < M - 1 if chains else index == 0
+            outs.append(self._output(index, pairs_TX, rotation, attn, None if is_read else rows_R))
+        return torch.cat(outs[:-1] if chains else (outs[0], *read[:-1]), dim=-1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         drafts_next = hidden[..., : self.feature_size]

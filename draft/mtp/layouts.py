@@ -18,6 +18,8 @@ from specdec.models.deepseek.loader import PARTS
 from specdec.models.deepseek.modules import DeepseekLayer
 from specdec.models.described import target_json
 from specdec.models.keys.shared import MTP_COUNT
+from specdec.models.mimo_v2.loader import PARTS as MIMO_PARTS
+from specdec.models.mimo_v2.modules import mimo_layer
 from specdec.models.mixtures.families.ernie4_5_moe import parse_ernie4_5_moe
 from specdec.models.mixtures.families.glm4_moe import parse_glm4_moe
 from specdec.models.mixtures.families.hy_v3 import parse_hy_v3
@@ -32,12 +34,16 @@ from specdec.models.qwen_hybrid.modules import hybrid_layer
 
 
 class _Family(NamedTuple):
-    """read: the config of one layer, from the config.json's object, the target's config and the path."""
+    """read: the config of one layer, from the config.json's object, the target's config and the path.
+
+    windowed: whether the layers are like the target's windowed ones; else they read all keys.
+    """
 
     names: MtpNames
     rules: MtpRules
     block: MtpBlock
     read: Callable[[dict[str, Any], ModelConfig, str], ModelConfig]
+    windowed: bool = False
 
 
 def read_mtp(folder: Path, target: ModelConfig) -> MtpSpec:
@@ -60,7 +66,8 @@ def read_mtp(folder: Path, target: ModelConfig) -> MtpSpec:
             "through transformers' code; nearest setting that works: backend='native' (--backend native), or draft='ngram'"
         )
     layer = family.read(target_json(folder), target, where)
-    kinds = tuple(LayerKind(skip=index) for index in range(target.mtp_layers))  # see MtpHead
+    window = next(kind.window for kind in target.key_kinds if kind.window) if family.windowed else None
+    kinds = tuple(LayerKind(window, skip=index) for index in range(target.mtp_layers))  # see MtpHead
     model = replace(layer, num_layers=target.mtp_layers, layer_kinds=kinds, kv_source=(), mtp_layers=0)
     if model.experts is not None and target.experts is not None:
         model = replace(model, experts=replace(model.experts, divided=target.experts.divided))
@@ -141,12 +148,24 @@ def _one_blocks(raw: dict[str, Any], target: ModelConfig, where: str) -> ModelCo
     return replace(target, experts=replace(target.experts, dense_layers=frozenset()), one_block=False)
 
 
+def _windowed(raw: dict[str, Any], target: ModelConfig, where: str) -> ModelConfig:
+    """A layer with the heads of the target's windowed layers, and never with experts."""
+    layer = next((index for index, kind in enumerate(target.layer_kinds) if kind.window), None)
+    if layer is None:
+        raise ValueError(
+            f"{where}: draft='mtp' runs MTP layers like the target's windowed ones, got a {target.family} target without any; "
+            "nearest setting that works: draft='ngram'"
+        )
+    return replace(target.with_heads_of(layer), experts=None, has_experts=False)
+
+
 _PLAIN, _LATENT = MtpBlock(mixture_layer, {**PARTS, **LLAMA_PARTS}), MtpBlock(DeepseekLayer, PARTS)
 _HY3, _HYBRID = MtpBlock(mixture_layer, MIXTURES["hy_v3"].parts), MtpBlock(hybrid_layer, HYBRID_PARTS)
+_WINDOWED = MtpBlock(mimo_layer, MIMO_PARTS, {"post_attention_layernorm": ("pre_mlp_layernorm",)})
 _ONE_BLOCKS = MtpBlock(mtp_layer, MTP_PARTS, {"input_layernorm": ("0.norm",), "post_attention_layernorm": ("1.norm",)})
 _EH_COPIES = (("{0}.embed_tokens.weight", "model.embed_tokens.weight"), ("{0}.shared_head.head.weight", "lm_head.weight"))
 _EH = MtpNames("{0}.enorm", "{0}.hnorm", "{0}.eh_proj", "{0}.shared_head.norm", copies=_EH_COPIES)
-_EH_HY3 = MtpNames("{0}.enorm", "{0}.hnorm", "{0}.eh_proj", "{0}.final_layernorm")
+_EH_FINAL = MtpNames("{0}.enorm", "{0}.hnorm", "{0}.eh_proj", "{0}.final_layernorm")
 _EH_BLOCKS = MtpNames(
     "{0}.layers.0.enorm", "{0}.layers.0.hnorm", "{0}.layers.0.eh_proj", "{0}.layers.1.final_layernorm", "{0}.layers"
 )  # fmt: skip
@@ -156,14 +175,15 @@ _MTP = MtpNames("{0}.pre_fc_norm_embedding", "{0}.pre_fc_norm_hidden", "{0}.fc",
 # transformers' MTP path is the reference of DeepSeek and GLM.  It has none for the others.  MiMo: vLLM and SGLang agree, whose
 # code came from the publisher.  Hy3: SGLang's code, which Tencent signed; vLLM's zeroes the first embedding, and is the same
 # otherwise.  Qwen's hybrids: LMDeploy and SGLang agree; Nemotron: vLLM and SGLang.  ERNIE: Baidu's FastDeploy; vLLM and SGLang
-# zero the first embedding and leave the target's norm out.
+# zero the first embedding and leave the target's norm out.  MiMo-V2: SGLang's code, which has all layers; vLLM's has the first.
 _USUAL = MtpRules(hidden_first=False, zeroes_first=False)
 LATENTS = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite")
 FAMILIES = {
     **dict.fromkeys(LATENTS, _Family(_EH, _USUAL, _LATENT, _deepseek)),
     "glm4_moe": _Family(_EH, _USUAL, _PLAIN, _glm4),
     "mimo": _Family(_MIMO, MtpRules(hidden_first=True, zeroes_first=True), _PLAIN, _dense),
-    "hy_v3": _Family(_EH_HY3, _USUAL, _HY3, _hy_v3),
+    "mimo_v2_flash": _Family(_EH_FINAL, replace(_USUAL, chains=False), _WINDOWED, _windowed, windowed=True),
+    "hy_v3": _Family(_EH_FINAL, _USUAL, _HY3, _hy_v3),
     "ernie4_5_moe": _Family(_ERNIE, _USUAL, _PLAIN, _ernie),
     "nemotron_h": _Family(_EH_BLOCKS, _USUAL, _ONE_BLOCKS, _one_blocks),
     **dict.fromkeys(HYBRIDS, _Family(_MTP, _USUAL, _HYBRID, _hybrid)),

@@ -22,11 +22,14 @@ class MtpRules:
     hidden_first: the checkpoint's join reads [hidden, embedding]; else [embedding, hidden].
     zeroes_first: the embedding of a text's first pair, which belongs to its second token, is zero.
     recycles_normed: the feature of the next pair is the layer's output after its own final norm; else the output before it.
+    chains: layer k reads what layer k - 1 made of the token before; else it reads what that layer read, so that every layer
+        reads the target's own states.  This means something for several layers alone.
     """
 
     hidden_first: bool
     zeroes_first: bool
     recycles_normed: bool = True
+    chains: bool = True
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,8 @@ class MtpSpec:
     @property
     def state_size(self) -> int:
         """The width of what the pass of the next token needs of a token (see MtpHead)."""
-        return max(1, self.model.num_layers - 1) * self.model.hidden_size
+        kept = self.model.num_layers - 1
+        return (max(1, kept) if self.rules.chains else 1 + kept) * self.model.hidden_size
 
     @property
     def keeps_states(self) -> bool:
@@ -107,8 +111,15 @@ class MtpSpec:
     def said(self) -> tuple[str, ...]:
         """What the rules mean, in words."""
         rules = self.rules
+        layers = () if self.model.num_layers == 1 else (f"each layer reads {self.read_by_layers}",)
         return (
             f"join of {'hidden state and embedding' if rules.hidden_first else 'embedding and hidden state'}",
             f"embedding of the first pair {'zeroed' if rules.zeroes_first else 'kept'}",
             f"recycled {'after' if rules.recycles_normed else 'before'} the layer's final norm",
+            *layers,
         )
+
+    @property
+    def read_by_layers(self) -> str:
+        """What each of several layers reads beside a token, in words."""
+        return "the layer before" if self.rules.chains else "the target's states"

@@ -23,10 +23,15 @@ from specdec.ops.rows import take_rows
 
 
 class PageEnds:
-    """The state of each page's last token, by page of the first group.  Pages that nobody filled hold 0."""
+    """The state of each page's last token, by page of the group of layers in which the heads' layers keep their keys.
 
-    def __init__(self, pages: int, page_size: int, width: int, device: torch.device, dtype: torch.dtype) -> None:
-        self.page_size = page_size
+    Pages that nobody filled hold 0.
+    """
+
+    def __init__(
+        self, pages: int, page_size: int, width: int, device: torch.device, dtype: torch.dtype, group: int = 0
+    ) -> None:  # fmt: skip
+        self.page_size, self.group = page_size, group
         self.states_PX = torch.zeros(pages, width, dtype=dtype, device=device)
 
     @property
@@ -44,7 +49,7 @@ class PageEnds:
 
     def copy_pages(self, sources_N: Tensor, targets_N: Tensor, page_size: int, group: int) -> None:
         """As `KVCache.copy_pages`.  Other groups' pages hold no states."""
-        if group == 0:
+        if group == self.group:
             self.states_PX.index_copy_(0, targets_N, self.states_PX.index_select(0, sources_N))
 
 
@@ -54,16 +59,16 @@ class MtpWorker(DraftWorker):
     def __init__(self, head: MtpHead, context: DrafterContext, shares_noise: bool = True) -> None:
         super().__init__(head, context, shares_noise)
         self.layers = head
-        self.ends = PageEnds(
-            context.slots // context.page_size, context.page_size, head.hidden_size, context.device, context.dtype
-        )
+        (group,) = self.cache.group_numbers  # the layers read all keys, or one window
+        sizes = self.cache.slots[group] // context.page_size, context.page_size, head.hidden_size
+        self.ends = PageEnds(*sizes, context.device, context.dtype, group)
         self.caches = (self.cache, self.ends)
 
     def _read_round(
         self, rows: EagleRows, tables: list[PassTables], tokens_BE: Tensor, features_TH: Tensor, last_B: Tensor
     ) -> None:
         (B, E), device = tokens_BE.shape, tokens_BE.device
-        (own,) = tables  # layers without windows belong to one group
+        (own,) = tables  # the layers belong to one group
         assert own.plan.positions_T is not None
         index_BE = B + arange(B * E, device).view(B, E) - 1
         index_BE = torch.where(arange(E, device) == 0, arange(B, device)[:, None], index_BE)

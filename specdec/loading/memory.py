@@ -107,13 +107,17 @@ def pool_plan(
     kept_tokens (None: KEPT_TOKENS), and on a CPU at most HOST_KEPT_BATCHES full batches.
 
     configs: of the target, and of the drafter if there is one.  memory: bytes for the pool; such as `pool_bytes` gives.
-    slot_bytes, more: what a drafter keeps of each token and of each page beside keys and values, in the first group.
+    slot_bytes, more: what a drafter keeps beside keys and values: of each token in the first group, and of each page in the
+        group of its own layers.
     ValueError if the memory holds no page.
     """
     options, longest = settings.options, settings.pages_per_sequence
     groups = layer_groups(configs, settings)
-    first, *others = kv_page_bytes(configs, settings, groups)
-    page_bytes = (first + slot_bytes * settings.page_tokens + more, *others)
+    sizes = list(kv_page_bytes(configs, settings, groups))
+    sizes[0] += slot_bytes * settings.page_tokens
+    if more:
+        sizes[group_of(configs[-1].key_kinds[0].span, groups)] += more
+    page_bytes = tuple(sizes)
     needed = [(group.ring or longest) + 1 for group in groups]
     wanted = [options.max_batch_size * (group.ring or longest) + 1 for group in groups]
     if options.prefix_caching:

@@ -19,6 +19,7 @@ from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.config_values import NotComputedHere, text
 from specdec.models.checkpoints.frame import Family, check_tensors, empty, load_family, open_target
 from specdec.models.checkpoints.mistaken import refuse_head_config
+from specdec.models.checkpoints.mtp_names import with_mtp_count
 from specdec.models.config import ModelConfig
 from specdec.models.described import described
 from specdec.models.gguf.blocks import KEPT
@@ -150,7 +151,7 @@ def _read_folder(folder: Path, raw: dict[str, Any], backend: str) -> TargetChoic
             )
         return TargetChoice("transformers", reason, _read_by_transformers(folder))
     try:
-        config = with_ends(native.parse(raw, str(path)), folder)
+        config = with_mtp_count(with_ends(native.parse(raw, str(path)), folder), folder)
     except NotComputedHere as error:
         if backend == "native":
             raise

@@ -35,7 +35,15 @@ from specdec.models.config import ModelConfig
 from specdec.models.kv import cache_layout
 from specdec.models.registry import choose_target, load_chosen
 from specdec.models.target import Target
-from specdec.operators.given_cache import LAYOUTS, SCALE, GivenCache, LayerTensors, check_cache_dtype, new_layers
+from specdec.operators.given_cache import (
+    LAYOUTS,
+    SCALE,
+    GivenCache,
+    LayerTensors,
+    check_cache_dtype,
+    layouts_in,
+    new_layers,
+)
 
 
 class DecodePass(nn.Module):
@@ -67,8 +75,8 @@ class DecodePass(nn.Module):
         scales = kv_scales(target, target.config.layer_kinds)
         self.layout = cache_layout(target.config, kv_cache_dtype, weight.dtype, weight.device, scales)
         self.backend = OperatorBackend()
-        if type(self.layout) not in LAYOUTS:
-            got = f"family {target.config.family!r} with {type(self.layout).__name__}"
+        if unread := [type(each).__name__ for each in layouts_in(self.layout) if type(each) not in LAYOUTS]:
+            got = f"family {target.config.family!r} with {unread[0]}"
             raise ValueError(
                 "target must keep keys and values or latents in a cache that operators read (HeadsLayout or LatentLayout), got "
                 f"{got}; nearest setting that works: run it by SpecDecoder"
@@ -113,7 +121,7 @@ class DecodePass(nn.Module):
 
         Call this once, with the first tokens, before anything else is stored: what was stored under other scales is misread.
         """
-        if not (isinstance(self.layout, QuantLayout) and self.kv_cache_dtype == "fp8"):
+        if not (isinstance(layouts_in(self.layout)[0], QuantLayout) and self.kv_cache_dtype == "fp8"):
             raise ValueError(
                 f"set_scales needs kv_cache_dtype='fp8', got {self.kv_cache_dtype!r}: no other cache has such scales"
             )

@@ -13,7 +13,7 @@ from torch import Tensor
 from specdec.attention.caches.fp8_latent import FP8_LATENTS, GROUP, Fp8LatentLayout
 from specdec.attention.caches.heads_cache import HeadsLayout
 from specdec.attention.caches.kv_cache import KVCache
-from specdec.attention.caches.layout import CacheLayout, KVView
+from specdec.attention.caches.layout import CacheLayout, KVView, UnlikeLayout
 from specdec.attention.caches.mla_cache import LatentLayout
 from specdec.attention.caches.quant_cache import FP8_MIN_ARCHITECTURE, QuantLayout, QuantView
 from specdec.attention.caches.sparse_cache import SparseLatentLayout
@@ -24,6 +24,16 @@ from specdec.models.config import ModelConfig
 LayerTensors = dict[str, Tensor]  # one layer's part of a cache: by buffer, a tensor [num_slots, ...]; and "scale", see below
 SCALE = "scale"  # beside the keys and values in fp8 of a layer: their scales [2, K] float32
 LAYOUTS = (HeadsLayout, QuantLayout, LatentLayout, Fp8LatentLayout, SparseLatentLayout)  # what operators read and write
+
+
+def layout_of(layout: CacheLayout, layer: int) -> CacheLayout:
+    """That of one layer, where layers have unlike ones."""
+    return layout.layouts[layout.numbers[layer]] if isinstance(layout, UnlikeLayout) else layout
+
+
+def layouts_in(layout: CacheLayout) -> tuple[CacheLayout, ...]:
+    """Those of all layers."""
+    return layout.layouts if isinstance(layout, UnlikeLayout) else (layout,)
 
 
 def check_cache_dtype(
@@ -60,11 +70,12 @@ def new_layers(layout: CacheLayout, kv_layers: Sequence[int], num_slots: int, de
     """
     layers: list[LayerTensors] = []
     for layer in sorted(set(kv_layers)):
-        held = [buffer for buffer in layout.buffers if buffer.held_by(layer)]
+        own = layout_of(layout, layer)
+        held = [buffer for buffer in own.buffers if buffer.held_by(layer)]
         tensors = {each.name: torch.empty(num_slots, *each.shape, dtype=each.dtype, device=device) for each in held}
-        if isinstance(layout, QuantLayout) and layout.kv_cache_dtype == "fp8":
-            given = given_scale(layout, layer)
-            shape = (2, layout.num_kv_heads)
+        if isinstance(own, QuantLayout) and own.kv_cache_dtype == "fp8":
+            given = given_scale(own, layer)
+            shape = (2, own.num_kv_heads)
             tensors[SCALE] = (
                 torch.full(shape, torch.nan, dtype=torch.float32, device=device) if given is None else given.clone()
             )
@@ -100,9 +111,9 @@ class GivenCache(KVCache):
 
     def view(self, layer: int) -> KVView:
         source = self.kv_layers[layer]
-        tensors = self.layers[source]
+        tensors, own = self.layers[source], layout_of(self.layout, source)
         if SCALE not in tensors:
-            return self.layout.view(source, tensors)
-        assert isinstance(self.layout, QuantLayout), self.layout
-        unknown = self.sets_scales and layer == source and given_scale(self.layout, source) is None
+            return own.view(source, tensors)
+        assert isinstance(own, QuantLayout), own
+        unknown = self.sets_scales and layer == source and given_scale(own, source) is None
         return QuantView(tensors["kv"], scale_2K=tensors[SCALE], needs_scale=unknown)

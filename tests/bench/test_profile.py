@@ -103,6 +103,7 @@ def test_every_instant_of_a_trace_is_counted_once() -> None:
         ("paged_attention_kernel", ATTENTION),
         ("paged_hopper_kernel", ATTENTION),
         ("wide_hopper_kernel", ATTENTION),
+        ("wide_many_hopper_kernel", ATTENTION),
         ("single_query_attention_kernel", ATTENTION),
         ("suffix_merge_kernel", ATTENTION),
         ("void pytorch_flash::flash_fwd_splitkv_kernel<Flash_fwd_kernel_traits<128, cutlass::bfloat16_t> >()", ATTENTION),

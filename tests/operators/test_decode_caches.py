@@ -112,7 +112,8 @@ def test_scales_are_set_once_from_the_first_tokens(zoo: Zoo) -> None:
     torch.testing.assert_close(logits_BNV, directly(decode, (tokens_BN, table_BW, lens_B, other)))
     slots_T = (table_BW[:, :, None] * PAGE + torch.arange(PAGE)).flatten(1)[:, :6].flatten().long()
     for layer in cache:
-        largest_2K = torch.stack(QuantView(layer["kv"], layer[SCALE]).read(slots_T, torch.float32), 1).abs().amax((0, 3))
+        heads = QuantView(layer["kv"], scale_2K=layer[SCALE]).read(slots_T, torch.float32)
+        largest_2K = torch.stack(heads, 1).abs().amax((0, 3))
         torch.testing.assert_close(largest_2K, layer[SCALE] * FP8_MAX / HEADROOM, rtol=0.07, atol=0)
     with pytest.raises(ValueError, match="set_scales needs kv_cache_dtype='fp8', got 'int8'"):
         DecodePass(decode.target, PAGE, "int8").set_scales(tokens_BN, table_BW, lens_B, cache)

@@ -1,1 +1,1 @@
-"""Heads of more than 256, and keys and values of two widths: the kernel for Hopper GPUs, and tiles."""
+"""Heads of more than 256, and keys and values of two widths: the kernels for Hopper GPUs, and tiles."""

@@ -39,18 +39,18 @@ from specdec.ops.launch import chained
 
 
 @gluon.jit
-def _load_block(
-    kv_tiles, smem, bar, slots, first_panel, stage, pred,
-    PAGES: gl.constexpr, PANELS: gl.constexpr, FIRST_PAGE: gl.constexpr,
-):  # fmt: skip
-    """Issues the TMA loads of a block's keys, or of its values: PANELS panels of each page from first_panel on.
+def load_block(
+    kv_tiles, smem, bar, slots, first_panel, to_panel, panels, PAGES: gl.constexpr, FIRST_PAGE: gl.constexpr, pred=True
+):
+    """Issues the TMA loads of a block's keys, or of its values: some panels of each page from first_panel on, to those of
+    shared memory from to_panel on.
 
     slots: of all pages of several blocks; this block's are those from FIRST_PAGE on.  The loop over panels stays a loop: the
     producer has no registers for so many addresses.
     """
-    for d in range(PANELS):
+    for d in range(panels):
         for i in gl.static_range(PAGES):
-            to = smem.index((stage * PANELS + d) * PAGES + i)
+            to = smem.index((to_panel + d) * PAGES + i)
             tma_load(kv_tiles, [first_panel + d, slots[FIRST_PAGE + i], 0], bar, to, pred=pred)
 
 
@@ -129,8 +129,9 @@ def _load_first(
     """Issues the TMA loads of the first blocks: those with keys from `settled` on if AFTER_WAIT, else the others."""
     for s in gl.static_range(STAGES):
         wanted = (s < blocks) & ((low + (s + 1) * BLOCK_N > settled) == AFTER_WAIT)
-        _load_block(kv_tiles, k_smem, full.index(2 * s), slots, key_panel, s, wanted, PAGES, KEY_PANELS, s * PAGES)
-        _load_block(kv_tiles, v_smem, full.index(2 * s + 1), slots, value_panel, s, wanted, PAGES, VALUE_PANELS, s * PAGES)
+        load_block(kv_tiles, k_smem, full.index(2 * s), slots, key_panel, s * KEY_PANELS, KEY_PANELS, PAGES, s * PAGES, wanted)
+        at = s * VALUE_PANELS
+        load_block(kv_tiles, v_smem, full.index(2 * s + 1), slots, value_panel, at, VALUE_PANELS, PAGES, s * PAGES, wanted)
 
 
 @gluon.jit
@@ -177,10 +178,11 @@ def wide_producer(
     for k in range(STAGES, blocks):
         mbarrier.wait(empty.index(2 * stage), phase)
         mbarrier.expect(full.index(2 * stage), 2 * BLOCK_N * DIM)
-        _load_block(kv_tiles, k_smem, full.index(2 * stage), slots, key_panel, stage, True, PAGES, KEY_PANELS, 0)
+        load_block(kv_tiles, k_smem, full.index(2 * stage), slots, key_panel, stage * KEY_PANELS, KEY_PANELS, PAGES, 0)
         mbarrier.wait(empty.index(2 * stage + 1), phase)
         mbarrier.expect(full.index(2 * stage + 1), 2 * BLOCK_N * VALUE_DIM)
-        _load_block(kv_tiles, v_smem, full.index(2 * stage + 1), slots, value_panel, stage, True, PAGES, VALUE_PANELS, 0)
+        at = stage * VALUE_PANELS
+        load_block(kv_tiles, v_smem, full.index(2 * stage + 1), slots, value_panel, at, VALUE_PANELS, PAGES, 0)
         slots = slots_of_pages(pages, low + (k + 1) * BLOCK_N, high, PAGE_SIZE, PAGE_KEYS, PAGES)
         stage, phase = next_stage(stage, phase, STAGES)
 

@@ -22,11 +22,18 @@ from specdec.attention.kinds import Scoring
 from specdec.attention.segment import Segment
 
 WIDE = 256  # wider heads have tiles of their own
+ROWS = 64  # of a tile of wide_hopper.py's kernel
 LARGE = 160_000  # threshold: bytes of shared memory from which on a GPU has room for 64 queries and two stages of 32 keys
 HOPPER_TILES = {  # by widths of keys and values
     (512, 512): PagedTiles(64, 32, 8, 2, 64, registers=168, hopper=True),
     (192, 128): PagedTiles(64, 64, 4, 2, 64, registers=168, ctas_per_sm=2, hopper=True),
 }
+MANY_TILES = {  # the same, of wide_many_hopper.py's kernel, for more than 64 queries x heads
+    (512, 512): PagedTiles(128, 64, 8, 1, 64, registers=168, hopper=True, parts=2),
+    (192, 128): PagedTiles(128, 64, 8, 4, 64, registers=168, hopper=True),
+}
+LARGE_BLOCKS = {(192, 128): MANY_TILES[192, 128]._replace(block_n=128, stages=2)}  # where a row has several such tiles
+FEW_WINDOWS = 8  # threshold: rows, below which the few keys of windows are read by tiles of 64 (1 and 32 were measured)
 
 
 def reads_widths(view: CachedHeads) -> bool:
@@ -54,7 +61,16 @@ def wide_hopper_tiles(
         return None
     if not reads_pages(segment.pages.page_size) or triton.next_power_of_2(H // K) > 64:
         return None
-    return HOPPER_TILES[D, E]
+    return _tiles_of(D, E, segment.max_seqlen_q * triton.next_power_of_2(H // K), segment.starts_T is not None, segment.rows)
+
+
+@lru_cache
+def _tiles_of(D: int, E: int, seqlen_q_packgqa: int, windowed: bool, rows: int) -> PagedTiles:
+    """seqlen_q_packgqa: queries x heads of a padded group."""
+    if seqlen_q_packgqa <= ROWS or (windowed and rows < FEW_WINDOWS):
+        return HOPPER_TILES[D, E]
+    large = LARGE_BLOCKS.get((D, E)) if seqlen_q_packgqa > 2 * ROWS and not windowed else None
+    return large or MANY_TILES[D, E]
 
 
 @lru_cache

@@ -93,7 +93,7 @@ GROUPS = (
     KernelGroup(
         "late",
         "The merge after attention reads queries, and the suffix's keys, table and lengths, before its wait. Of the cache "
-        "itself only single_query_attention and the producers of paged_hopper and wide_hopper read before their waits, and "
+        "itself only single_query_attention and the producers of kernels for Hopper GPUs read before their waits, and "
         "only keys of earlier passes: not those that this layer may have just stored (`Segment.fresh`). latent_attention asks "
         "L2 for slots, fresh ones too, and reads nothing of them; L2 is where the store in front writes.",
         "",
@@ -102,6 +102,7 @@ GROUPS = (
             "kv_blocks": "cache_seqlens cu_seqlens_q page_table starts",
             "paged_hopper": "cache_seqlens cu_seqlens_q kv_tiles page_table starts",
             "wide_hopper": "cache_seqlens cu_seqlens_q kv_tiles page_table starts",
+            "wide_many_hopper": "cache_seqlens cu_seqlens_q k_tiles page_table starts v_tiles",
             "paged_attention": "cache_seqlens cu_seqlens_q page_table starts",
             "single_query_attention": "cache_seqlens kv norm page_table positions slots starts table",
             "latent_hopper": "cache_seqlens cu_seqlens_q",

@@ -117,7 +117,7 @@ def fp8_world(page_size: int, head_dim: int) -> tuple[Tensor, Tensor, QuantView]
     table, lens, view = world(page_size, LENS, head_dim)
     scale_2K = torch.tensor([[0.02, 0.05], [0.03, 0.0125]], device=DEVICE)
     stored = to_fp8(view.kv.nan_to_num(), scale_2K).view(torch.uint8)
-    return table, lens, QuantView(stored.masked_fill_(view.kv.isnan(), 0x7F).view(torch.float8_e4m3fn), scale_2K)
+    return table, lens, QuantView(stored.masked_fill_(view.kv.isnan(), 0x7F).view(torch.float8_e4m3fn), scale_2K=scale_2K)
 
 
 def uneven_queries(count: int, head_dim: int) -> Tensor:

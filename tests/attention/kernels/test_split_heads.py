@@ -120,7 +120,7 @@ def pairs_in_8_bits(pages: Scattered, quant: str, int8_queries: bool) -> PairedV
     heads = pages.randn(len(slots_N), 2, K, D) * size
     kv = torch.full((pages.num_slots, 2, K, D), -1, dtype=torch.int8, device=DEVICE).view(KV_CACHE_DTYPES[quant])
     if quant == "fp8":
-        view = QuantView(kv, torch.empty(2, K, device=DEVICE), needs_scale=True)
+        view = QuantView(kv, scale_2K=torch.empty(2, K, device=DEVICE), needs_scale=True)
     else:
         scales = torch.full((pages.num_slots, 2, K), torch.nan, device=DEVICE)
         view = QuantView(kv, scales_N2K=scales, int8_queries=int8_queries)

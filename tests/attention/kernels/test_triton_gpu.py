@@ -102,7 +102,7 @@ def in_8_bit(view: MHAView, kept: str) -> QuantView | Int8KeysView:
         return keys
     if kv_cache_dtype == "fp8":
         scale_2K = torch.rand(2, view.kv.shape[2], device=DEVICE) * 0.02 + 0.01
-        return QuantView(to_fp8(view.kv, scale_2K), scale_2K)
+        return QuantView(to_fp8(view.kv, scale_2K), scale_2K=scale_2K)
     stored, scales_N2K = to_int8(view.kv)
     return QuantView(stored, scales_N2K=scales_N2K, int8_queries=int8_queries)
 

@@ -57,7 +57,7 @@ class World:
         kv_N2KD = self.randn(self.pages.num_slots, 2, self.K, self.D)
         if kv_cache_dtype == "fp8":
             scale_2K = torch.rand(2, self.K, generator=self.pages.generator) * 0.02 + 0.005
-            return QuantView(to_fp8(kv_N2KD, scale_2K), scale_2K)
+            return QuantView(to_fp8(kv_N2KD, scale_2K), scale_2K=scale_2K)
         if kv_cache_dtype in ("int8", "int8 queries"):
             stored, scales_N2K = to_int8(kv_N2KD)
             return QuantView(stored, scales_N2K=scales_N2K, int8_queries=kv_cache_dtype == "int8 queries")
@@ -153,7 +153,7 @@ def poisoned(view: View, plan: AttentionPlan, P: int) -> tuple[View, AttentionPl
 
 BACKENDS = {"torch": (TorchBackend, torch.float64), "triton": (lambda: TritonBackend(40), torch.float32)}
 PLANS = [decode, chain, prompts, tree, shared_tree, shared_chain]
-KINDS = [FULL, LayerKind(window=1), LayerKind(window=6), LayerKind(chunk=4), LayerKind(window=140), LayerKind(skip=2)]
+KINDS = [FULL, LayerKind(window=1), LayerKind(window=6), LayerKind(chunk=4), LayerKind(window=140), LayerKind(window=6, skip=2)]
 HEADS = [(4, 2, 8), (3, 1, 24), (1, 3, 8), (2, 2, 16), (8, 1, 64)]  # G, K, D
 CASES = [
     pytest.param(name, plan_of, kind, HEADS[(p + k) % 5], (1, 5, 16)[(p + 2 * k) % 3], STORED[(p + 2 * k) % 6],
@@ -268,7 +268,9 @@ def test_a_library_may_answer_segments(plan_of: Callable[[World], AttentionPlan]
 
 
 @pytest.mark.parametrize("per_base", [0, 1, 7])
-@pytest.mark.parametrize("kind", [LayerKind(window=1), LayerKind(window=9), LayerKind(chunk=16), LayerKind(skip=3)], ids=str)
+@pytest.mark.parametrize(
+    "kind", [LayerKind(window=1), LayerKind(window=9), LayerKind(chunk=16), LayerKind(skip=3), LayerKind(7, skip=3)], ids=str
+)
 def test_first_keys(kind: LayerKind, per_base: int) -> None:
     """Keeps out: a base of another sequence, a lower bound overruled, a block's tail unwritten."""
     generator = torch.Generator().manual_seed(1)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from toolkit.checkpoints.plans import plan_memory
 from toolkit.families import save_family
 from toolkit.models import Zoo
-from toolkit.mtp_layers.targets import COUNT, MtpZoo, save_mtp_target
+from toolkit.mtp_layers.targets import COUNT, TARGETS, MtpZoo, save_mtp_target
 from toolkit.oracles.quantised import SCHEMES, as_quantised
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
@@ -20,12 +20,13 @@ from specdec.loading.about.doctor import drafter_rows
 from specdec.loading.plan import scratch_values
 from specdec.models.checkpoints.frame import open_target
 from specdec.models.checkpoints.mtp_names import mtp_prefixes
+from specdec.models.layers import Rotary
 from specdec.models.linear import Linear
 from specdec.models.registry import choose_target, load_chosen
 from specdec.options import EngineOptions
 
 
-@pytest.mark.parametrize("name", ["v3-two", "v32", "glm4", "mimo", "hy3-biased-two", "ernie"])
+@pytest.mark.parametrize("name", ["v3-two", "v32", "glm4", "mimo", "hy3-biased-two", "ernie", "mimo-v2-three"])
 def test_inspect(mtp_zoo: MtpZoo, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Keeps out: a table that leaves out a tensor or a rule."""
     folder = mtp_zoo.target(name)
@@ -35,20 +36,20 @@ def test_inspect(mtp_zoo: MtpZoo, name: str, capsys: pytest.CaptureFixture[str])
     own = [key for key in load_file(folder / "model.safetensors") if is_mtp(key, raw)]
     shared = ["model.norm.weight"] if name == "ernie" else []
     assert set(facts["tensors"]) | set(facts["beside"]) == {*own, *shared}
-    assert facts["head"]["layers"] == raw[COUNT] and facts["format"] == raw["model_type"]
+    assert facts["head"]["layers"] == TARGETS[name][1].get(COUNT, 1) and facts["format"] == raw["model_type"]
     assert main(["inspect", "mtp", "--target", str(folder)]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert ("join hidden state, embedding" if name == "mimo" else "join embedding, hidden state") in said
 
 
 def is_mtp(name: str, raw: dict[str, Any]) -> bool:
-    if "mtp_" in name:
+    if "mtp_" in name or "mtp." in name:
         return True
     number = name.removeprefix("model.layers.").partition(".")[0]
     return number.isdecimal() and int(number) >= raw["num_hidden_layers"]
 
 
-@pytest.mark.parametrize("name", ["v3-two", "mimo"])
+@pytest.mark.parametrize("name", ["v3-two", "mimo", "mimo-v2-three"])
 def test_plan_counts_each_weight_once(mtp_zoo: MtpZoo, name: str) -> None:
     folder = mtp_zoo.target(name)
     plan = plan_memory(folder, "mtp", SpecConfig(3, 1, 4), EngineOptions(dtype="float32"), 10**10)
@@ -57,10 +58,11 @@ def test_plan_counts_each_weight_once(mtp_zoo: MtpZoo, name: str) -> None:
     assert head is not None
     sizes = {x.data_ptr(): x.nbytes for x in (*model.parameters(), *model.buffers())}
     more = {x.data_ptr(): x.nbytes for x in (*head.parameters(), *head.buffers()) if x.data_ptr() not in sizes}
-    tables = sum(module.rotary.table.nbytes for module in (model, head))  # which no checkpoint holds
+    rotaries = [each for module in (model, head) for each in module.modules() if isinstance(each, Rotary)]
+    tables = sum(rotary.table.nbytes for rotary in rotaries)  # which no checkpoint holds
     target, layers = (plan.parts[key] for key in ("weights of the target", "weights of the draft head"))
     assert target + layers == sum(sizes.values()) + sum(more.values()) - tables
-    assert len(plan.kv_token) == 2 and plan.kv_token[1] < plan.kv_token[0]
+    assert len(plan.kv_token) == 2 and plan.kv_token[1] <= plan.kv_token[0]
 
 
 def test_doctor_names_the_kind() -> None:
@@ -105,6 +107,11 @@ def test_refused_by_name(mtp_zoo: MtpZoo, zoo: Zoo, tmp_path: Path) -> None:
             "runs one MTP layer of an ernie4_5_moe target, got num_nextn_predict_layers 2",
         ),
         (save_family(tmp_path / "next", "qwen3_next", 0, **next_like), {}, "'mtp.fc.weight' is missing"),
+        (
+            changed(mtp_zoo.target("mimo-v2-three"), tmp_path / "uncounted", **{COUNT: 1}),
+            {},
+            "num_nextn_predict_layers must be 3, the MTP layers that are there, or absent, got 1",
+        ),
         (v3, {"draft_format": "specforge"}, "draft_format='specforge' would do nothing with draft='mtp'"),
         (v3, {"beyond_trained": "stop"}, "beyond_trained='stop' would do nothing with draft='mtp'"),
     ]
@@ -137,7 +144,7 @@ def test_plan_counts_the_largest_quantised_matrix(tmp_path: Path) -> None:
 
 def test_targets_load_without_their_layers(mtp_zoo: MtpZoo, tmp_path: Path) -> None:
     """Keeps out: a target that needs the layers, and a count of 0 beside their tensors that nobody reads."""
-    for name in ("v3", "mimo", "glm4"):
+    for name in ("v3", "mimo", "glm4", "mimo-v2"):
         folder = mtp_zoo.target(name)
         raw = json.loads((folder / "config.json").read_text())
         own = {key: x for key, x in load_file(folder / "model.safetensors").items() if not is_mtp(key, raw)}
@@ -148,6 +155,8 @@ def test_targets_load_without_their_layers(mtp_zoo: MtpZoo, tmp_path: Path) -> N
         assert decoder.generate([[1, 2, 3]], SamplingParams(max_tokens=2))[0].token_ids
         with pytest.raises(ValueError, match="is missing for draft='mtp'"):
             SpecDecoder.from_pretrained(bare, "mtp", SpecConfig(2, 1, 3), device="cpu", max_seq_len=64)
+        if name == "mimo-v2":  # whose tensors say how many layers there are
+            continue
         none = changed(folder, tmp_path / f"{name}-none", **{COUNT: 0})
         with pytest.raises(ValueError, match="tensors are not part of this architecture"):
             SpecDecoder.from_pretrained(none, device="cpu", max_seq_len=64)

@@ -68,6 +68,7 @@ CASES = [
     ("glm-dsa", "deepseek fp8", "join", SpecConfig(3, 1, 4)),
     ("v3-two", "fp8 channel", "none", SpecConfig(3, 1, 4)),
     ("mimo", "fp8 block", "none", SpecConfig(3, 2, 6)),
+    ("mimo-v2-three", "fp8 block", "none", SpecConfig(3, 2, 6)),
     ("hy3", "fp8 channel", "all", SpecConfig(3, 1, 4)),
     ("hy3", "fp8 channel", "none", SpecConfig(3, 2, 6)),
     ("ernie", "fp8 channel", "none", SpecConfig(3, 1, 4)),

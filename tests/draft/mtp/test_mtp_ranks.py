@@ -24,6 +24,7 @@ SAMPLING = [SamplingParams(max_tokens=n, temperature=t, seed=3) for n, t in ((16
         ("v3", (3, 3, 8), {"expert_parallel": "experts"}),
         ("mimo", (3, 1, 4), {}),
         ("hy3", (3, 1, 4), {"expert_parallel": "experts"}),
+        ("mimo-v2-three", (3, 3, 8), {}),
         ("v3", (3, 3, 8), {}),
         ("v32", (3, 1, 4), {}),
         ("v3", (3, 3, 8), {"decode_context_parallel_size": 2, "page_size": 4}),

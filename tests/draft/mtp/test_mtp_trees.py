@@ -34,6 +34,11 @@ TREES = [  # target, shape, page size, batch, settings
     ("v3-dense-tied", (3, 5, 20), 1, 1, {}),
     ("hy3-biased-two", (4, 2, 8), 4, 2, {}),
     ("ernie-tied", (4, 1, 5), 16, 1, {}),
+    ("mimo-v2", (4, 3, 12), 4, 2, {"prefill_chunk": 5}),
+    ("mimo-v2-three", (5, 3, 14), 1, 2, {"prefill_chunk": 3}),
+    ("mimo-v2-three", (3, 1, 4), 4, 2, KEPT),
+    ("mimo-v2-three", (5, 1, 6), 2, 2, {}),
+    ("mimo-v2-three", (2, 4, 9), 16, 2, {}),
 ]
 
 
@@ -75,6 +80,9 @@ TEXTS = [  # target, shape, settings
     ("glm4-lite", (3, 2, 7), {"page_size": 5}),
     ("mimo-two", (4, 3, 12), {"prefix_caching": True, "page_size": 4, "prefill_chunk": 5}),
     ("v3-two", ("auto", 2, 6), {"prefix_caching": True, "page_size": 4}),
+    ("mimo-v2-three", (4, 3, 12), {"prefix_caching": True, "page_size": 4, "prefill_chunk": 5}),
+    ("mimo-v2-three", ("auto", 2, 6), {"page_size": 2}),
+    ("mimo-v2", (5, 1, 6), {"prefix_caching": True, "page_size": 1}),
 ]
 
 
@@ -97,3 +105,28 @@ def test_text_is_the_target_s(mtp_zoo: MtpZoo, target: str, shape: Any, settings
     fast, plain = (decoder.generate(prompts[:2], sampled, speculate=on) for on in (True, False))
     assert [out.token_ids for out in fast] == [out.token_ids for out in plain]
     driver.assert_nothing_leaked()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("target", "shape", "page_size"),
+    [
+        ("mimo-v2-three", (4, 3, 12), 4),
+        ("mimo-v2-three", (5, 1, 6), 16),
+        ("mimo-v2", (3, 3, 10), 1),
+        ("mimo-two", (4, 3, 12), 16),
+    ],
+    ids=str,
+)
+def test_captured_rounds_draft_the_same(mtp_zoo: MtpZoo, target: str, shape: Any, page_size: int) -> None:
+    """In float32 on a GPU.  Keeps out: a state of a token before, or a first key, that a graph holds from its capture."""
+    prompts, sampling, found = ragged_prompts(40, 4, seed=11), SamplingParams(max_tokens=20), []
+    for settings in ({"device": "cuda", "cuda_graphs": "round"}, {"device": "cuda", "cuda_graphs": False}, {"device": "cpu"}):
+        spec = SpecConfig(*shape)
+        with mtp_zoo.decoder(target, "mtp", spec, page_size=page_size, max_batch_size=3, **settings) as decoder:
+            found.append(decoder.generate(prompts, sampling))
+    for outputs in found:
+        assert [out.token_ids for out in outputs] == [mtp_zoo.greedy(target, prompt, 20) for prompt in prompts]
+    for outputs in found[:2]:
+        for ours, theirs in zip(outputs, found[2], strict=True):
+            assert ours.stats.accepted_per_round == theirs.stats.accepted_per_round

@@ -15,6 +15,7 @@ from toolkit.drafters import Substitute
 from toolkit.driver import Driver
 from toolkit.families import NO_FEATURES, Families, assert_greedy
 from toolkit.models import HEADS, Zoo
+from toolkit.mtp_layers.targets import MtpZoo
 from toolkit.pages import ring_passes_take
 
 from specdec import Generation, SamplingParams, SpecConfig, SpecDecoder
@@ -92,6 +93,34 @@ def test_unlike_heads(zoo: Zoo, target: str, spec: SpecConfig, page_size: int) -
     for out in decoder.generate(prompts, SamplingParams(max_tokens=24)):
         assert out.token_ids == texts[tuple(out.prompt_token_ids)][:24] and out.stats.accepted > 12
     driver.assert_nothing_leaked()
+
+
+@pytest.mark.slow_cases
+@pytest.mark.parametrize(
+    ("target", "spec", "page_size", "settings"),
+    [
+        ("mimo-v2-three", TREE, 4, {}), ("mimo-v2-three", CHAIN, 2, {"prefix_caching": True}), ("mimo-v2", TREE, 1, {}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_mtp_layers_with_a_window(
+    tmp_path: Path, target: str, spec: SpecConfig, page_size: int, settings: dict[str, Any]
+) -> None:
+    """Keeps out: a state of a page's last token that another page of the ring has taken, or that a kept prefix lacks."""
+    zoo = MtpZoo(tmp_path)
+    with mixed(zoo, target, "mtp", spec, page_size, **settings) as decoder:
+        driver = Driver(decoder)
+        found = [decoder.generate(PROMPTS, SAMPLING) for _ in range(2)]
+        driver.assert_nothing_leaked()
+    with pytest.MonkeyPatch.context() as patch:
+        ring_passes_take(10**6, patch)
+        whole = zoo.decoder(target, "mtp", spec, page_size=page_size, max_seq_len=240, max_batch_size=3)
+    assert Driver(whole).local_ring is None
+    wanted = whole.generate(PROMPTS, SAMPLING)
+    assert [out.token_ids for out in wanted] == [zoo.greedy(target, prompt, LENGTH) for prompt in PROMPTS]
+    for outputs in found:
+        assert [out.token_ids for out in outputs] == [out.token_ids for out in wanted]
+        assert [out.stats.accepted_per_round for out in outputs] == [out.stats.accepted_per_round for out in wanted]
 
 
 @pytest.fixture(scope="module")

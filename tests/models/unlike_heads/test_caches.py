@@ -59,6 +59,30 @@ def test_8_bits(zoo: Zoo, target: str, kept: str) -> None:
     assert found.passed and found.count("EXACT") == len(PROMPTS)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("target", "kept", "shape", "page_size"),
+    [
+        ("gemma wide", "fp8", (4, 4, 14), 16), ("gemma wide", "int8", (5, 1, 6), 4),
+        ("gemma-mixture wide", "fp8", (4, 3, 12), 1), ("gemma-small wide", "int8_keys", (4, 4, 14), 16),
+    ],
+)  # fmt: skip
+def test_captured_rounds_in_8_bits(
+    zoo: Zoo, target: str, kept: str, shape: tuple[int, int, int], page_size: int
+) -> None:  # fmt: skip
+    """Whole rounds in graphs write what is written without graphs and without drafts.
+
+    Keeps out: scales that a graph holds from its warm-up, or that one kind's layers take from another kind's.
+    """
+    sampling, found = SamplingParams(max_tokens=24), list[list[list[int]]]()
+    settings = dict(page_size=page_size, max_batch_size=3, device="cuda", kv_cache_dtype=kept, max_seq_len=128)
+    for draft, graphs in (("eagle3", "round"), ("eagle3", False), (None, "round"), (None, False)):
+        spec = SpecConfig(*shape) if draft else None
+        with zoo.decoder(target, draft, spec, cuda_graphs=graphs, **settings) as decoder:
+            found.append([out.token_ids for out in decoder.generate(PROMPTS, sampling)])
+    assert all(texts == found[0] for texts in found)
+
+
 @pytest.mark.parametrize("kept", ["fp8", "int8"])
 def test_narrow_values_in_8_bits_are_those_of_whole_heads(kept: str) -> None:
     """A key and a value are rounded as in a cache of heads of their own width.  Keeps out: scales of values for keys."""

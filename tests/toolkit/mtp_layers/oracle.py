@@ -19,14 +19,19 @@ from toolkit.oracles.heads import linear, rms_norm, rotate
 # layer among MTP layers, {1}: among all.
 PREFIX, FINAL = "model.layers.{1}", "model.layers.{1}.final_layernorm"
 USUAL = tuple(f"{PREFIX}.{name}" for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm"))
+MIMO_V2, _V2 = "mimo_v2_flash", "model.mtp.layers.{0}"
 _MIMO = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
 NAMES = {
     "mimo": ("model.mtp_layers.{0}", *(f"model.mtp_layers.{{0}}.{name}" for name in _MIMO)),
     "hy_v3": (PREFIX, *USUAL[:3], FINAL),
+    MIMO_V2: (_V2, *(f"{_V2}.{name}" for name in ("enorm", "hnorm", "eh_proj", "final_layernorm"))),
     "ernie4_5_moe": (
         "model.mtp_block.{0}", "model.mtp_emb_norm.{0}", "model.mtp_hidden_norm.{0}", "model.mtp_linear_proj.{0}", "model.norm",
     ),
 }  # fmt: skip
+
+
+DENSE = ("mimo", "ernie4_5_moe", MIMO_V2)  # families whose layers have no experts
 
 
 def names_of(model_type: str, layer: int, number: int) -> list[str]:
@@ -41,13 +46,16 @@ class DenseMtp:
         self.config = json.loads((folder / "config.json").read_text())
         self.tensors = {name: x.double() for name, x in load_file(folder / "model.safetensors").items()}
         self.family = self.config["model_type"]
-        self.is_mimo = self.family == "mimo"
-        self.eps = self.config["rms_norm_eps"]
+        self.is_mimo, self.is_windowed = self.family == "mimo", self.family == MIMO_V2
+        self.chains = not self.is_windowed
+        self.eps = self.config.get("rms_norm_eps", self.config.get("layernorm_epsilon"))
         self.embed, self.lm_head = target.get_input_embeddings().weight, target.get_output_embeddings().weight
         self.target = target
 
     @property
     def layers(self) -> int:
+        if self.is_windowed:  # whose config need not say it
+            return sum(name.startswith("model.mtp.layers.") and name.endswith(".enorm.weight") for name in self.tensors)
         return self.config["num_nextn_predict_layers"]
 
     def features(self, target: PreTrainedModel, ids: list[int]) -> Tensor:
@@ -68,10 +76,10 @@ class DenseMtp:
             embedded[0] = 0.0  # of the text's first pair
         embedded, state = rms_norm(embedded, embed_norm, self.eps), rms_norm(fused, hidden_norm, self.eps)
         x = linear(torch.cat((state, embedded) if self.is_mimo else (embedded, state), -1), join)
-        attention = self._latent if "kv_lora_rank" in self.config else self._heads
+        attention = self._latent if "kv_lora_rank" in self.config else self._windowed if self.is_windowed else self._heads
         x = x + attention(w, rms_norm(x, w["input_layernorm"], self.eps))
-        normed = rms_norm(x, w["post_attention_layernorm"], self.eps)
-        x = x + (_mlp(w, "mlp", normed) if self.family in ("mimo", "ernie4_5_moe") else self._experts(w, normed))
+        normed = rms_norm(x, w["pre_mlp_layernorm" if self.is_windowed else "post_attention_layernorm"], self.eps)
+        x = x + (_mlp(w, "mlp", normed) if self.family in DENSE else self._experts(w, normed))
         return rms_norm(x, norm, self.eps)
 
     def log_probs(self, hidden: Tensor) -> dict[int, float]:
@@ -90,6 +98,23 @@ class DenseMtp:
         return linear(
             dense_attention(q, k, v, causal_mask(T, T))[0].reshape(T, -1), w["self_attn.o_proj"], w.get("self_attn.o_proj.bias")
         )
+
+    def _windowed(self, w: "_Below", x: Tensor) -> Tensor:
+        """Keys of one width and scaled values of another, of the last tokens alone, with sinks: MiMo-V2's windowed layers."""
+        c, T = self.config, x.shape[0]
+        D, E, turned = c["head_dim"], c["v_head_dim"], c["rope_parameters"]["sliding_attention"]
+        q, k, v = (
+            linear(x, w[f"self_attn.{n}_proj"], w.get(f"self_attn.{n}_proj.bias")).view(T, -1, width)
+            for n, width in (("q", D), ("k", D), ("v", E))
+        )
+        R = int(D * turned["partial_rotary_factor"])
+        inv_freq = turned["rope_theta"] ** (-torch.arange(0, R, 2) / R)
+        q, k = (torch.cat((rotate(heads[..., :R], inv_freq), heads[..., R:]), -1) for heads in (q, k))
+        at_T = torch.arange(T)
+        seen_TT = causal_mask(T, T) & (at_T > at_T[:, None] - c["sliding_window"])
+        sinks = Scoring(sinks_H=w["self_attn.attention_sink_bias"])
+        out = dense_attention(q, k, v * c.get("attention_value_scale", 0.707), seen_TT, sinks)[0]
+        return linear(out.reshape(T, -1), w["self_attn.o_proj"])
 
     def _latent(self, w: "_Below", x: Tensor) -> Tensor:
         """Keys and values expanded for each head, as the paper writes it.  Every key is read: no indexer chooses."""
@@ -141,6 +166,7 @@ class MtpPaths:
     """Runs MTP layers alone along any path after a committed text, with the target's true states up to the text's end.
 
     Layer k reads (token i + k + 1, output k - 1 of pair i) over all of the text's pairs i; its last output drafts level k + 1.
+    Layers that don't chain read the target's state of pair i in place of that output.
     Levels beyond the layers are drafted by the last one, whose pairs go on with the path's tokens and its own outputs.
     """
 
@@ -154,7 +180,7 @@ class MtpPaths:
         """[L, H]: outputs of a layer over the text's pairs; it needs the first `layer` tokens of the path."""
         key = path[:layer], layer
         if key not in self._outputs:
-            before = self._output(path, layer - 1) if layer else self.fused
+            before = self._output(path, layer - 1) if layer and self.head.chains else self.fused
             tokens = self.text + list(path)
             self._outputs[key] = self.head.hidden(torch.tensor(tokens[1 + layer :][: len(before)]), before, layer)
         return self._outputs[key]
@@ -164,7 +190,7 @@ class MtpPaths:
         M = self.head.layers
         if len(path) < M:
             return self._output(path, len(path))[-1]
-        before = self._output(path, M - 2) if M > 1 else self.fused
+        before = self._output(path, M - 2) if M > 1 and self.head.chains else self.fused
         drafted = [self.hidden(path[:level]) for level in range(M - 1, len(path))]
         tokens = torch.tensor(self.text[M:] + list(path))
         return self.head.hidden(tokens, torch.cat((before, torch.stack(drafted))), M - 1)[-1]

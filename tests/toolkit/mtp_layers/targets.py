@@ -13,7 +13,8 @@ from toolkit.checkpoints.mixtures import MIXTURES, save_mixture
 from toolkit.deepseek import need_transformers, save_deepseek, save_sparse
 from toolkit.families import eager, save_family
 from toolkit.models import Zoo, random_tensors, randomise
-from toolkit.mtp_layers.oracle import names_of
+from toolkit.mtp_layers.oracle import DENSE, MIMO_V2, names_of
+from toolkit.unlike.targets import save_unlike
 
 COUNT = "num_nextn_predict_layers"
 GLM4 = dict(
@@ -37,7 +38,10 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie": ("ernie", {}),
     "ernie-tied": ("ernie-tied", {}),
     "mimo-two": ("mimo", {COUNT: 2}),
+    "mimo-v2": ("mimo_v2", {COUNT: 1}),
+    "mimo-v2-three": ("mimo_v2", {COUNT: 3}),
 }
+UNCOUNTED = ("mimo-v2-three",)  # whose config does not say how many there are, as MiMo-V2-Flash's
 
 
 def save_mtp_target(folder: Path, name: str, **changes: Any) -> Path:
@@ -48,6 +52,8 @@ def save_mtp_target(folder: Path, name: str, **changes: Any) -> Path:
         _save_mimo(folder, own)
     elif family == "glm4_moe":
         save_family(folder, family, 31, **{**GLM4, **own})
+    elif family == "mimo_v2":
+        save_unlike(folder, "mimo", **{key: value for key, value in own.items() if key != COUNT})
     elif family in MIXTURES:
         save_mixture(folder, family, **own)
     elif family in ("v32", "glm"):
@@ -55,10 +61,11 @@ def save_mtp_target(folder: Path, name: str, **changes: Any) -> Path:
     else:
         save_deepseek(folder, family, **own)
     raw = json.loads((folder / "config.json").read_text())
-    raw[COUNT] = own[COUNT]
+    if name not in UNCOUNTED:
+        raw[COUNT] = own[COUNT]
     (folder / "config.json").write_text(json.dumps(raw))
     tensors = load_file(folder / "model.safetensors")
-    for index in range(raw[COUNT]):
+    for index in range(own[COUNT]):
         tensors |= mtp_tensors(raw, index, tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
@@ -88,17 +95,17 @@ def mtp_tensors(raw: dict[str, Any], index: int, target: dict[str, torch.Tensor]
     H, family = raw["hidden_size"], raw["model_type"]
     prefix, *parts = names_of(family, index, raw["num_hidden_layers"] + index)
     *norms, join = (name for name in (*parts[:2], parts[3], parts[2]) if name != "model.norm")
-    norms += [f"{prefix}.{name}_layernorm" for name in ("input", "post_attention")]
+    norms += [f"{prefix}.{name}_layernorm" for name in ("input", "pre_mlp" if family == MIMO_V2 else "post_attention")]
     shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (H,) for name in norms} | {f"{join}.weight": (H, 2 * H)}
-    attention = _latent(raw) if "kv_lora_rank" in raw else _heads(raw)
+    attention = _latent(raw) if "kv_lora_rank" in raw else _windowed(raw) if family == MIMO_V2 else _heads(raw)
     shapes |= {f"{prefix}.self_attn.{name}": shape for name, shape in attention.items()}
-    mlp = _mlp("mlp", H, raw["intermediate_size"]) if family in ("mimo", "ernie4_5_moe") else _experts(raw)
+    mlp = _mlp("mlp", H, raw["intermediate_size"]) if family in DENSE else _experts(raw)
     shapes |= {f"{prefix}.{name}": shape for name, shape in mlp.items()}
     tensors = random_tensors(shapes, 90 + index)
     for name, x in tensors.items():
         if "norm.weight" in name and x.mean() > 0.5:  # every norm far from the others, so that an exchange shows
             x.add_(0.5 * torch.linspace(-1, 1, len(x)).roll(hash_of(name)))
-    if family not in ("mimo", "hy_v3", "ernie4_5_moe"):
+    if family not in (*DENSE, "hy_v3"):
         table = target["model.embed_tokens.weight"]
         tensors[f"{prefix}.embed_tokens.weight"] = table.clone()
         tensors[f"{prefix}.shared_head.head.weight"] = target.get("lm_head.weight", table).clone()
@@ -134,6 +141,16 @@ def _heads(raw: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     if raw.get("use_qk_norm") or raw["model_type"] == "hy_v3":
         shapes |= {"q_norm.weight": (D,), "k_norm.weight": (D,)}
     return shapes | {"o_proj.weight": (H, outs["q"])}
+
+
+def _windowed(raw: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Of MiMo-V2's windowed layers, with twice as many kv heads as its full ones."""
+    H, D, E, Q = (raw[key] for key in ("hidden_size", "head_dim", "v_head_dim", "num_attention_heads"))
+    K = 2 * raw["num_key_value_heads"]
+    return {
+        "q_proj.weight": (Q * D, H), "k_proj.weight": (K * D, H), "v_proj.weight": (K * E, H), "o_proj.weight": (H, Q * E),
+        "attention_sink_bias": (Q,),
+    }  # fmt: skip
 
 
 def _latent(raw: dict[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -73,7 +73,7 @@ def directly(decode: DecodePass, given: Inputs) -> Tensor:
     )  # fmt: skip
     stored = sorted(set(model.config.kv_source))
     buffers = [  # the runtime's buffer of each layer, and the given one
-        (cache.buffers[each.name][held.index(layer)], layers[stored.index(layer)][each.name])
+        (cache.buffers[each.name][held.index(layer)], layers[stored.index(layer)][each.name.partition(" ")[0]])
         for each in decode.layout.buffers
         for held in [[layer for layer in stored if each.held_by(layer)]]
         for layer in held

@@ -10,6 +10,7 @@ import torch
 from specdec import SpecConfig, SpecDecoder
 from specdec.decoder import Tokenizer
 from specdec.draft.kind import Draft
+from specdec.draft.mtp.worker import PageEnds
 from specdec.draft.ngram.store import TokenStore
 from specdec.loading.build import build_runner, plan_pool
 from specdec.loading.load import load_pair
@@ -25,7 +26,9 @@ Result = TypeVar("Result")
 
 def fill_with_nan(cache: Any) -> None:
     """Makes what was never written visible wherever it is read; a text's tokens are ids wherever they lie."""
-    for buffers in cache.buffers_of.values() if not isinstance(cache, TokenStore) else ():
+    if isinstance(cache, PageEnds):
+        cache.states_PX.fill_(torch.nan)
+    for buffers in cache.buffers_of.values() if not isinstance(cache, TokenStore | PageEnds) else ():
         for buffer in buffers.values():
             buffer.fill_(torch.nan if buffer.is_floating_point() else 99)
 

@@ -156,6 +156,7 @@ CHOSEN: dict[str, list[str]] = {
         "tests/attention/test_single_query.py::test_a_layer_takes_it_where_it_was_measured",
     ],
     "paged_hopper_kernel": ["tests/attention/kernels/test_hopper_gpu.py::test_the_rule_s_own_choice[empty row]"],
+    "wide_many_hopper_kernel": ["tests/attention/kernels/wide/test_wide_hopper_gpu.py::test_the_rule_s_own_choice[tree]"],
     "wide_hopper_kernel": ["tests/attention/kernels/wide/test_wide_hopper_gpu.py::test_the_rule_s_own_choice[empty row]"],
     "suffix_merge_kernel": ["tests/attention/kernels/test_triton.py::test_any_number_of_splits_gives_the_same[True-8]"],
     "sinks_kernel": ["tests/attention/kernels/test_sinks.py::test_sinks_equal_their_definition[7-3-24-dtype1]"],

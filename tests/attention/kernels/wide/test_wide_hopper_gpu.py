@@ -1,5 +1,5 @@
-"""wide_hopper.py's kernel against float64 attention, where it is chosen and where a test chooses its tiles.  Needs a Hopper
-GPU.
+"""The kernels of wide_hopper.py and wide_many_hopper.py against float64 attention, where they are chosen and where a test
+chooses their tiles.  Needs a Hopper GPU.
 
 Shapes: B sequences, N queries of a sequence, T queries, K kv heads, D width of a key and E of a value, P page size, W pages of
 a row.
@@ -24,8 +24,8 @@ from specdec.attention.caches.split_cache import SplitLayout
 from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.kernels.tiles_triton import PagedTiles, splits_for
 from specdec.attention.kernels.triton_backend import TritonBackend
-from specdec.attention.kernels.wide import wide_hopper
-from specdec.attention.kernels.wide.wide_tiles import HOPPER_TILES, wide_hopper_tiles
+from specdec.attention.kernels.wide import wide_hopper, wide_many_hopper
+from specdec.attention.kernels.wide.wide_tiles import HOPPER_TILES, MANY_TILES, wide_hopper_tiles
 from specdec.attention.kinds import PLAIN, Scoring
 from specdec.attention.pages import PageTable
 from specdec.attention.plan import causal_segment, prefix_segment
@@ -103,27 +103,30 @@ def test_random_segments_in_any_tiles(seed: int) -> None:
             rng.choice(["none", "queries", "all"]), rng.choice([0, 0, 1, 100, 700]), rng.choice([None, None, 20.0]),
             rng.choice([torch.bfloat16, torch.float16]),
         )  # fmt: skip
-        block_n = 32 if widths == GEMMA else rng.choice([32, 64])
-        tiles = HOPPER_TILES[widths]._replace(block_n=block_n, min_split_keys=rng.choice([32, 64, 128]))
-        check(case, InTheseTiles(tiles, rng.choice([1, 40, 264])))
+        check(case, InTheseTiles(some_tiles(rng, case), rng.choice([1, 40, 264])))
+
+
+def some_tiles(rng: random.Random, case: Case) -> PagedTiles:
+    """Of one kernel or the other, which read any number of rows."""
+    least, is_mimo = rng.choice([32, 64, 128]), case.widths == MIMO
+    if rng.random() < 0.4:
+        return HOPPER_TILES[case.widths]._replace(block_n=rng.choice([32, 64]) if is_mimo else 32, min_split_keys=least)
+    tiles = MANY_TILES[case.widths]._replace(min_split_keys=least)
+    return rng.choice([tiles, tiles._replace(block_n=128 if is_mimo else 32, stages=2)])
 
 
 class InTheseTiles(TritonBackend):
-    """The kernel in these tiles, whatever the rule says.  programs: for so many the splits are planned."""
+    """The kernel of these tiles, whatever the rule says.  programs: for so many the splits are planned."""
 
     def __init__(self, tiles: PagedTiles, programs: int) -> None:
         super().__init__(programs)
         self.tiles, self.planned = tiles, programs
 
-    def partial_splits(self, q_THD: Tensor, view: CachedHeads, segment: Segment, scoring: Scoring) -> int:
+    def _tiles(self, q_THD: Tensor, view: CachedHeads, segment: Segment, scoring: Scoring) -> tuple[PagedTiles, int]:
         K, tiles = view.heads[0].shape[1], self.tiles
         num_tiles = triton.cdiv(segment.max_seqlen_q * triton.next_power_of_2(q_THD.shape[1] // K), tiles.block_m)
-        return splits_for(segment.rows * K * num_tiles, segment.max_keys, tiles.min_split_keys, self.planned)
-
-    def paged_partial(
-        self, q_THD: Tensor, view: CachedHeads, segment: Segment, scoring: Scoring, out_THSD: Tensor, lse_THS: Tensor, *_: Any
-    ) -> None:
-        wide_hopper.launch_wide_hopper(q_THD, view, segment, scoring, out_THSD, lse_THS, self.tiles)
+        programs = segment.rows * K * num_tiles * tiles.parts
+        return tiles, splits_for(programs, segment.max_keys, tiles.min_split_keys, self.planned)
 
 
 @pytest.mark.parametrize(
@@ -154,10 +157,18 @@ def test_what_the_kernel_cannot_read_goes_to_the_other_one(case: Case) -> None:
     check(case, TritonBackend(hopper=True))
 
 
-def test_one_compilation_serves_every_batch() -> None:
+@pytest.mark.parametrize(
+    ("kernel", "tiles"),
+    [
+        (wide_hopper.wide_hopper_kernel, HOPPER_TILES[GEMMA]),
+        (wide_many_hopper.wide_many_hopper_kernel, MANY_TILES[GEMMA]),
+    ],
+    ids=["few rows", "many rows"],
+)
+def test_one_compilation_serves_every_batch(kernel: Any, tiles: PagedTiles) -> None:
     """Keeps out: seconds of compiling in the middle of serving because a batch of 1 or 16 is special to Triton."""
     counts = []
     for lens in ([141], [701, 5], [300] * 16, [130]):
-        check(Case(GEMMA, lens, 2, True), InTheseTiles(HOPPER_TILES[GEMMA], 264))
-        counts.append(sum(len(cache[0]) for cache in wide_hopper.wide_hopper_kernel.device_caches.values()))
+        check(Case(GEMMA, lens, 2, True), InTheseTiles(tiles, 264))
+        counts.append(sum(len(cache[0]) for cache in kernel.device_caches.values()))
     assert len(set(counts)) == 1, counts
