@@ -100,9 +100,6 @@ def refusal_of(own: ModelConfig, target: ModelConfig) -> str:
         return f"it has an encoder, and a draft has nothing for it to read; {nearest}"
     if own.max_read is not None and own.indexer != target.indexer:
         return f"an indexer chooses the keys that its queries read; {nearest}"
-    if own.keeps_latents and (own.latent_rank, own.head_dim) != (target.latent_rank, target.head_dim):
-        has = f"of {target.latent_rank} and {target.head_dim} numbers" if target.keeps_latents else "none"
-        return f"it keeps latents of {own.latent_rank} and {own.head_dim} numbers, and the target {has}; {nearest}"
     return ""
 
 

@@ -92,7 +92,8 @@ def mixing(
     config, spec = model.config, settings.spec
     is_captured = settings.cuda_graphs and backend.reads_no_lengths and settings.target_backend == "native"
     is_alone = model.group.size == 1 and config.encoder is None and not settings.numerics.is_invariant
-    reads_heads = not config.keeps_latents and config.max_read is None and config.recurrent is None
+    keeps_latents = any(each.keeps_latents for each in _configs(model, head))
+    reads_heads = not keeps_latents and config.max_read is None and config.recurrent is None
     is_chain = head is None or (spec is not None and not spec.is_auto and spec.is_chain)
     return Mixing(least) if least and is_captured and is_alone and reads_heads and is_chain else None
 
@@ -278,7 +279,8 @@ def max_captured_cost(model: Target, head: DraftModel | None) -> int:
     The time to launch a layer does not depend on the layer's size, while the time of its kernels grows with the weights that a
     token is multiplied with: of a stack of experts, those that it chooses.
     """
-    layers = sum(config.num_layers for config in (model.config, *(head.needs.models if head else ())))
+    configs = _configs(model, head)
+    layers = sum(config.num_layers for config in configs)
     experts = model.config.experts
     share = experts.router.top_k / experts.count if experts else 1.0
     every = {*model.parameters(), *(head.parameters() if head else ())}
@@ -286,7 +288,12 @@ def max_captured_cost(model: Target, head: DraftModel | None) -> int:
     most = int(layers * devices.LAUNCH_SECONDS_A_LAYER * devices.PRODUCTS_A_SECOND / max(1, weights))
     most = min(most, devices.CHUNK_COST["cuda"][2])
     # Longer chunks of a model that keeps latents run different kernels, depending on how much of the prompt is in the cache.
-    return min(most, LIMITS.expand_above) if model.config.keeps_latents else most
+    return min(most, LIMITS.expand_above) if any(config.keeps_latents for config in configs) else most
+
+
+def _configs(model: Target, head: DraftModel | None) -> tuple[ModelConfig, ...]:
+    """Of all parts that keep something of each token, the target first."""
+    return (model.config, *(head.needs.models if head else ()))
 
 
 def _cache(

@@ -370,6 +370,7 @@ def attention_needs(settings: EngineSettings, *configs: ModelConfig) -> Attentio
         value_dims=tuple(dict.fromkeys(width for c in configs for width in c.split_widths)),
         kinds=tuple(dict.fromkeys(kind for c in configs for kind in c.key_kinds)),
         latents=(target.latent_rank, target.head_dim) if target.keeps_latents else None,
+        draft_latents=tuple((c.latent_rank, c.head_dim) for c in configs[1:] if c.keeps_latents),
         kv_cache_dtype=options.kv_cache_dtype,
         page_size=settings.page_size,
         features=GRAPHS[settings.cuda_graphs].union(feature for feature, is_asked in asked.items() if is_asked),
