@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from specdec.draft.formats.body import layer_count, only_keys, parse_head_rope
-from specdec.models.checkpoints.config_values import text
+from specdec.models.checkpoints.config_values import mapping, text
 from specdec.models.config import ModelConfig
 from specdec.models.deepseek.config import DeepseekConfig, parse_deepseek
 from specdec.models.keys.shared import require
@@ -42,7 +42,7 @@ def latent_layers(
 
     ValueError for any other key that is neither of latent attention nor harmless.
     """
-    require(raw, ("rms_norm_eps", "max_position_embeddings"), where)
+    require(raw, ("model_type", "rms_norm_eps", "max_position_embeddings"), where)
     text(raw, "model_type", where)
     only_keys(raw, _READ | _ASIDE | _SCHEMES | frozenset(own), where)
     scheme, said = scheme_of(raw, where)
@@ -59,6 +59,8 @@ def latent_layers(
         raise ValueError(f"{where}: attention_bias must be absent or false: no runtime's latent attention of a head has one")
     if target is not None and model.vocab_size != target.vocab_size:
         raise ValueError(f"{where}: vocab_size must be the target's {target.vocab_size}, got {model.vocab_size}")
+    if all(said.get("rope_theta") is None for said in (raw, mapping(raw, "rope_parameters", where))):
+        raise ValueError(f"{where} lacks rope_theta (or rope_parameters); expected the head's own")
     rope = parse_head_rope(raw, target, where, silent=False)
     return replace(model, rope=rope, tie_embeddings=False, latent_eps=model.rms_norm_eps)
 

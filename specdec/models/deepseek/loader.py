@@ -88,7 +88,10 @@ def latents_of(attention: LatentAttention) -> dict[str, Tensor]:
     config, in_proj = attention.config, attention.in_proj
     assert attention.k_norm is None and config.shard.size == 1, "shares and indexers are not written"
     rotated = config.head_dim if config.interleaved else 0
-    named = {"kv_a_proj_with_mqa": (in_proj, "latent", in_proj.parts.sizes["latent"]), "kv_b_proj": (attention.kv_b_proj, ONLY, 0)}
+    named = {
+        "kv_a_proj_with_mqa": (in_proj, "latent", in_proj.parts.sizes["latent"]),
+        "kv_b_proj": (attention.kv_b_proj, ONLY, 0),
+    }
     named |= {"o_proj": (attention.o_proj, ONLY, 0), "q_proj": (in_proj, "q", attention.query_dim)}
     norms = {"kv_a_layernorm": attention.kv_a_layernorm}
     if attention.q_b_proj is not None:

@@ -74,8 +74,9 @@ def spec_of(config: ModelConfig, aux_layers: tuple[int, ...], vocab: int, run: H
     scaled to a longer context name the original one themselves, so that their angles do not depend on it.
     """
     over_blocks = not KINDS[run.kind].reads_pairs
+    config = with_plain_heads(config)
     shape = replace(
-        with_plain_heads(config), num_layers=run.layers, layer_kinds=(), kv_source=(), tie_embeddings=False, qk_norm=over_blocks, qkv_bias=False,
+        config, num_layers=run.layers, layer_kinds=(), kv_source=(), tie_embeddings=False, qk_norm=over_blocks, qkv_bias=False,
         o_bias=False, mlp_bias=False, quantization=None, intermediate_size=run.intermediate_size or config.intermediate_size,
         max_position=run.width, experts=None, has_experts=False, rope=config.rope.of_whole_heads,
         one_block=False, output_names=OutputNames(), embedding_multiplier=1.0, logits_multiplier=1.0, logits_divisor=1.0,

@@ -9,7 +9,6 @@ import copy
 from typing import Any
 
 import pytest
-import torch
 from toolkit.deepseek import use_limits
 from toolkit.driver import Driver
 from toolkit.heads.latent_heads import LATENT_HEADS, LatentDrafter, parts_of

@@ -28,7 +28,8 @@ LATENT_HEADS: dict[str, Heads] = {  # a writer, and what the head is
     "latent-two-layers": (modelopt_latent, dict(layers=2, own_embeddings=True, draft_vocab=40)),
     "latent-no-q": (partial(modelopt_latent, generation="midlayer"), dict(latent=Latents(None, interleaved=False))),
     "latent-31": (
-        partial(torchspec, for_vllm=True), dict(aux=(0, 1), feature_norm="each", recycles_normed=True, draft_vocab=40),
+        partial(torchspec, for_vllm=True),
+        dict(aux=(0, 1), feature_norm="each", recycles_normed=True, draft_vocab=40),
     ),  # fmt: skip
     "latent-eighths": (modelopt_latent, dict(latent=Latents(q=24, kv=16, rope=8), draft_vocab=24)),  # rows for 4 bits
     "latent-wide": (torchspec, dict(latent=Latents(kv=128, rope=6), before_residual=True)),

@@ -133,12 +133,16 @@ class Parts:
         if latent.q is None:
             q = linear(x, w[f"{at}.q_proj.weight"])
         else:
-            q = linear(rms_norm(linear(x, w[f"{at}.q_a_proj.weight"]), w[f"{at}.q_a_layernorm"], o.eps), w[f"{at}.q_b_proj.weight"])
+            q = linear(
+                rms_norm(linear(x, w[f"{at}.q_a_proj.weight"]), w[f"{at}.q_a_layernorm"], o.eps), w[f"{at}.q_b_proj.weight"]
+            )
         q_nope, q_rope = q.view(T, o.heads, -1).split([latent.nope, latent.rope], -1)
         kv, k_rope = linear(x, w[f"{at}.kv_a_proj_with_mqa.weight"]).split([latent.kv, latent.rope], -1)
         kv = linear(rms_norm(kv, w[f"{at}.kv_a_layernorm"], o.eps), w[f"{at}.kv_b_proj.weight"]).view(T, o.heads, -1)
         k_nope, v = kv.split([latent.nope, latent.value], -1)
-        turned = [y if not latent.interleaved else torch.cat((y[..., ::2], y[..., 1::2]), -1) for y in (q_rope, k_rope[:, None])]
+        turned = [
+            y if not latent.interleaved else torch.cat((y[..., ::2], y[..., 1::2]), -1) for y in (q_rope, k_rope[:, None])
+        ]
         frequencies, factor = _rope(o)
         q_rope, k_rope = (rotate(y, frequencies) * factor for y in turned)
         q, k = torch.cat((q_nope, q_rope), -1), torch.cat((k_nope, k_rope.expand(-1, o.heads, -1)), -1)
