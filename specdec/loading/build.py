@@ -19,6 +19,7 @@ from specdec.attention.kinds import FULL
 from specdec.attention.latent.limits import LIMITS
 from specdec.attention.shared import SharedPrefix
 from specdec.batch.state import BatchState
+from specdec.batch.trees.states import StateRows
 from specdec.draft.drafter import DrafterContext, DraftModel
 from specdec.engine.chunks import ChunkBudget
 from specdec.engine.launches.mixing import Mixing
@@ -44,7 +45,6 @@ from specdec.runner.runner import DeviceRunner
 from specdec.runner.workers import Workers
 from specdec.startup import STARTUP
 from specdec.verify.hybrid import HybridVerifier
-from specdec.verify.states import StateRows
 from specdec.verify.verifier import TargetVerifier
 
 

@@ -56,7 +56,7 @@ class StateRows:
     def tree_steps(self, state: BatchState, tree: DraftTree) -> TreeSteps:
         """What a pass over these trees reads and writes.  Rows that don't run touch no state."""
         if use_index_kernels(self.count_B):
-            from specdec.verify.states_triton import launch_state_numbers
+            from specdec.batch.trees.states_triton import launch_state_numbers
 
             read_B, write_B, count_B = launch_state_numbers(state.active_B, self.numbers_B3, self.count_B)
         else:
@@ -70,7 +70,7 @@ class StateRows:
         path_BE: int64 nodes from the root on.  accepted_B: how many come after the root.
         """
         if use_index_kernels(self.count_B):
-            from specdec.verify.states_triton import launch_commit_states
+            from specdec.batch.trees.states_triton import launch_commit_states
 
             launch_commit_states(state.active_B, path_BE, accepted_B, *self.tensors())
             return
