@@ -92,8 +92,8 @@ def mixing(
     config, spec = model.config, settings.spec
     is_captured = settings.cuda_graphs and backend.reads_no_lengths and settings.target_backend == "native"
     is_alone = model.group.size == 1 and config.encoder is None and not settings.numerics.is_invariant
-    keeps_latents = any(each.keeps_latents for each in _configs(model, head))
-    reads_heads = not keeps_latents and config.max_read is None and config.recurrent is None
+    unlike = any(each.keeps_latents or each.recurrent for each in _configs(model, head))
+    reads_heads = not unlike and config.max_read is None
     is_chain = head is None or (spec is not None and not spec.is_auto and spec.is_chain)
     return Mixing(least) if least and is_captured and is_alone and reads_heads and is_chain else None
 
@@ -150,7 +150,7 @@ def _workers(model: Target, head: DraftModel | None, settings: EngineSettings, p
     encoder_cache = _encoder_cache(model.config, settings) if longest else None
     rows = settings.options.max_batch_size + 1  # the last row is always padding
     given = model, cache, backend, head.needs.features if head else None
-    if plan.states is None:
+    if plan.states is None or model.config.recurrent is None:
         verifier = TargetVerifier(*given, encoder_cache, contexts)
     else:
         assert encoder_cache is None and not contexts, "recurrent layers have neither"
@@ -187,6 +187,7 @@ def _drafter_context(head: DraftModel, backend: Backend, settings: EngineSetting
         max_pause=MAX_PAUSE if spec.is_auto else 0,
         device=settings.device,
         dtype=settings.dtype,
+        states=plan.states and (plan.states.numbers, plan.states.with_nodes, plan.states.nodes),
     )
 
 

@@ -16,7 +16,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from toolkit.models import MORE_HEADS, Zoo, save_target
+from toolkit.models import MORE_HEADS, MORE_TARGETS, Zoo, save_target
+from toolkit.recurrent import mamba_targets, more_targets, targets
+
+assert targets and mamba_targets and more_targets  # which these imports give the zoo
 
 
 def save_near(folder: Path, target: Path, noise: float, **changes: Any) -> Path:
@@ -70,6 +73,16 @@ SMALL = {
     "model-fewer-ids": partial(save_other, name="llama", num_hidden_layers=2, vocab_size=490),
 }
 MORE_HEADS |= SMALL
+
+
+def save_hybrid(folder: Path, target: Path, name: str) -> Path:
+    """A model of that name, of which the zoo has targets."""
+    return MORE_TARGETS[name](folder)
+
+
+HYBRIDS = [f"hybrid-{name}" for name in ("qwen3_5_text", "lfm2", "nemotron_h", "granitemoehybrid", "falcon_h1")]
+MORE_HEADS |= {kind: partial(save_hybrid, name=kind.removeprefix("hybrid-")) for kind in HYBRIDS}
+MORE_HEADS |= {f"{kind} wide": partial(save_hybrid, name=f"{kind.removeprefix('hybrid-')} wide") for kind in HYBRIDS}
 
 
 class AloneModel:
