@@ -90,9 +90,7 @@ class PoolPlan(NamedTuple):
         ]
         given, kept = (pools[0], settings.lookahead, settings.options.prefix_caching), self.states and self.states.kept_numbers
         if len(pools) == 1:
-            return Admission(
-                *given, encoder_pages=encoder_pages, kept_states=kept, drafts_have_states=self.draft_states
-            )
+            return Admission(*given, encoder_pages=encoder_pages, kept_states=kept, drafts_have_states=self.draft_states)
         span = self.groups[1].span
         assert span is not None
         return Admission(*given, pools[1], span, encoder_pages, kept, self.draft_states)
