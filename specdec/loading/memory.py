@@ -217,7 +217,7 @@ def _kept_states(plan: StatePlan, settings: EngineSettings, memory: float, other
         )
     if not (kept := min(MAX_KEPT_STATES, int(min(size, max(0, free)) / least))):
         warnings.warn(
-            f"prefix_caching=True finds nothing: a state of these models takes {least} bytes, and state_cache='auto' is a tenth "
+            f"prefix_caching=True finds nothing: a state of the models takes {least} bytes, and state_cache='auto' is a tenth "
             f"of {int(memory)}, of which rows' states and a page leave {max(0, free)}; nearest setting that finds something: "
             f"{nearest}",
             stacklevel=2,

@@ -181,7 +181,7 @@ def experts_line(target: ModelConfig, settings: EngineSettings) -> str:
 
 
 def check_states(settings: EngineSettings, *configs: ModelConfig) -> None:
-    """ValueError if memory is asked for states of these models, target first, that none keeps, or if the drafter's don't fit."""
+    """ValueError if memory is asked for states that no model, target first, keeps, or if the drafter's states don't fit."""
     options, target = settings.options, configs[0]
     if options.state_cache != "auto" and not any(config.recurrent for config in configs):
         raise ValueError(
@@ -258,7 +258,8 @@ def check_recurrent(
 ) -> None:  # fmt: skip
     """ValueError if the kernels of recurrent layers, which only GPUs have, don't take these sizes.
 
-    nodes: the most of one of the model's passes; None: of the trees that are verified.  shared_bytes: of the memory that a program has on a GPU's chip.
+    nodes: the most of one of the model's passes; None: of the trees that are verified.
+    shared_bytes: of the memory that a program has on a GPU's chip.
     """
     widths = () if (rule := sizes.rule) is None else (("key", rule.key_width), ("value", rule.value_width))
     for name, width in widths:

@@ -6,6 +6,7 @@ a branch of a tree that reads another branch's state.
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -13,12 +14,15 @@ import torch
 from toolkit.driver import Driver
 from toolkit.heads.small_models import HYBRIDS, AloneModel
 from toolkit.models import Zoo, ragged_prompts
-from toolkit.oracles.drawn import TOLERANCE, hold_best_siblings, paths_of, running_decoder
+from toolkit.oracles.drawn import TOLERANCE, paths_of, running_decoder
 from toolkit.parallel.decoders import fill_with_nan, with_ranks
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
+from specdec.cli.entry import main
 from specdec.draft.model import recurrent
 from specdec.draft.model.recurrent import RecurrentModelWorker
+from specdec.loading.plan import plan_memories
+from specdec.options import EngineOptions
 
 COPIES = [  # target, shape, settings
     ("qwen3_5_text", (4, 1, 5), {"page_size": 1, "prefill_chunk": 5}),
@@ -170,6 +174,32 @@ def test_joined_by_matches(zoo: Zoo) -> None:
     for prompt, out in zip(prompts, decoder.generate(prompts, SamplingParams(max_tokens=24)), strict=True):
         assert out.token_ids == zoo.greedy("qwen3_5_text", prompt, 24)
         assert min(out.stats.accepted_per_round) >= 1
+
+
+def test_what_is_said_of_it(zoo: Zoo, capsys: pytest.CaptureFixture[str]) -> None:
+    """Keeps out: states that `plan` does not count, or counts for one model alone; a look that can't run such a model."""
+    llama, hybrid = zoo.target("llama"), zoo.target("qwen3_5_text")
+    draft = zoo.head("llama", "hybrid-qwen3_5_text")
+    assert main(["inspect", str(draft), "--target", str(llama), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["head"]["layers with states"] == 3
+    spec, options = SpecConfig(3, 2, 7), EngineOptions(max_seq_len=64, max_batch_size=2, device="cpu", dtype="float32")
+    found = []
+    for target, drafter in ((llama, draft), (hybrid, None), (hybrid, zoo.head("qwen3_5_text", "model-copy"))):
+        (plan,) = plan_memories(target, drafter, spec if drafter else None, options, [1 << 34], lambda: (9, 0))
+        found.append(plan.parts["states of recurrent layers"])
+    assert 0 < found[1] < found[0] < found[2]
+    decoder = zoo.decoder("qwen3_5_text", "model-copy", spec)
+    assert decoder.head is not None
+    seen = decoder.head.smoke(decoder.model, torch.arange(40))
+    assert seen.first == 1.0 and not seen.complaint
+
+
+def test_state_cache_is_for_either_model(zoo: Zoo) -> None:
+    """Keeps out: memory for states that a drafter alone keeps, refused because its target has none."""
+    settings: dict[str, Any] = {"prefix_caching": True, "state_cache": 1 << 20, "kv_cache_memory": 1 << 24}
+    assert zoo.decoder("llama", "hybrid-lfm2", SpecConfig(3, 1, 4), **settings).settings.options.state_cache == 1 << 20
+    with pytest.raises(ValueError, match="state_cache is for models with recurrent layers"):
+        zoo.decoder("llama", "model-near", SpecConfig(3, 1, 4), **settings)
 
 
 def test_a_window_is_refused(zoo: Zoo) -> None:
