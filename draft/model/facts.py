@@ -13,7 +13,7 @@ def facts_of(chosen: TargetChoice, checkpoint: Checkpoint, target_ids: int, word
     model = chosen.config
     meanings = {} if words is None else meanings_of(words)
     windows = [kind.window for kind in model.layer_kinds]
-    head = {
+    head: dict[str, object] = {
         "kind": "model",
         "family": model.family,
         "layers": model.num_layers,
