@@ -50,7 +50,7 @@ class RecurrentModelWorker(SmallModelWorker):
 
     def draft(self, state: BatchState, spec: SpecConfig, needs: Needs) -> DraftTree:
         S, K, B = spec.max_steps, spec.topk, state.rows
-        noise, first = self._noise(state.lens_B, state.sampling, needs), self.rows_of(state)
+        noise, first = self.next_noise(state.lens_B, state.sampling, needs), self.rows_of(state)
         if K == 1:
             drawn = [state.bonus_B, first.level1_tokens_BK[:, 0]]
             for level in range(2, S + 1):
@@ -79,15 +79,15 @@ class RecurrentModelWorker(SmallModelWorker):
 
     def extend(self, state: BatchState, needs: Needs, new: NewTokens) -> None:
         (B, E), rows, states = new.tokens_BE.shape, self.rows_of(state), self.states.narrow(state.rows)
-        base_lens_B = self._rows_before(new.base_lens_B)
-        tables = [self._extend_tables(group, base_lens_B, E, last_rows=False) for group in self._groups(state)]
+        base_lens_B = self.rows_before(new.base_lens_B)
+        tables = [self.extend_tables(group, base_lens_B, E, last_rows=False) for group in self.groups(state)]
         positions_T = tables[0].plan.positions_T
         assert positions_T is not None
         steps = states.tree_steps(state, DraftTree.chain(new.tokens_BE))
         hidden_TH = self._run(new.tokens_BE, positions_T, tables, steps)
         states.commit(state, arange(E, new.last_B.device).expand(B, E).contiguous(), new.last_B)
         take_rows(hidden_TH.view(B, E, -1), new.last_B[:, None], out=rows.level1_hidden_BH[:, None])
-        self._set_first_level(rows, self._noise(state.lens_B, state.sampling, needs))
+        self.set_first_level(rows, self.next_noise(state.lens_B, state.sampling, needs))
 
     def _read_prompts(self, prompts: RaggedPrompts, next_ids_T: Tensor, features_TH: Tensor) -> Tensor:
         """As of SmallModelWorker.  The token after a part that does not end its prompt leaves no trace in a state."""

@@ -14,12 +14,11 @@ import torch
 from toolkit.driver import Driver
 from toolkit.heads.small_models import HYBRIDS, AloneModel
 from toolkit.models import Zoo, ragged_prompts
-from toolkit.oracles.drawn import TOLERANCE, paths_of, running_decoder
+from toolkit.oracles.drawn import TOLERANCE, draw, hold_best_siblings, row_errors, running_decoder
 from toolkit.parallel.decoders import fill_with_nan, with_ranks
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.cli.entry import main
-from specdec.draft.model import recurrent
 from specdec.draft.model.recurrent import RecurrentModelWorker
 from specdec.loading.plan import plan_memories
 from specdec.options import EngineOptions
@@ -129,24 +128,12 @@ def test_every_node_equals_its_own_path(
     zoo: Zoo, monkeypatch: pytest.MonkeyPatch, target: str, kind: str, shape: tuple[int, int, int], page_size: int, batch: int
 ) -> None:
     """A node's score is the sum of what the model alone says along its path (transformers, float64, no cache)."""
-    spec, grown = SpecConfig(*shape), []
-    decoder, requests = running_decoder(zoo, target, kind, spec, page_size, batch)
-    expand = recurrent.expand
-    monkeypatch.setattr(recurrent, "expand", lambda candidates, *rest: (grown.append(candidates), expand(candidates, *rest))[1])
-    Driver(decoder).draft(batch, spec)
+    decoder, requests = running_decoder(zoo, target, kind, SpecConfig(*shape), page_size, batch)
+    drawn = draw(decoder, SpecConfig(*shape), batch, monkeypatch)
     for row, request in enumerate(requests):
         alone = AloneModel(zoo, target, kind, request.prompt_ids + request.output.token_ids)
-        paths, worst = paths_of(grown[-1], row), 0.0
-        for path, score in zip(paths, grown[-1].scores_BC[row].tolist(), strict=True):
-            want = sum(alone.log_probs(path[:i])[token] for i, token in enumerate(path))
-            worst = max(worst, abs(score - want) / max(1, abs(want)))
-        assert worst < TOLERANCE
-        children: dict[tuple[int, ...], list[int]] = {}
-        for path in paths:
-            children.setdefault(path[:-1], []).append(path[-1])
-        for path, tokens in children.items():
-            logp = alone.log_probs(path)
-            assert tokens == sorted(logp, key=lambda token: -logp[token])[: shape[1]]
+        assert max(row_errors(drawn, row, alone)) < TOLERANCE
+        hold_best_siblings(drawn, row, alone, shape[1])
 
 
 def test_ranks_share_a_model(zoo: Zoo) -> None:

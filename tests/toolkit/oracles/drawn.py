@@ -1,6 +1,7 @@
 """What a draft of a running batch computed, node by node, and how far that is from the head alone along each node's path."""
 
 from collections.abc import Iterator
+from inspect import getmodule
 from typing import Any, NamedTuple
 
 import pytest
@@ -63,6 +64,7 @@ def draw(decoder: SpecDecoder, spec: SpecConfig, batch: int, monkeypatch: pytest
     beams, hiddens = [torch.arange(spec.topk, device=decoder.settings.device).expand(batch, -1)], []
     head = decoder.head
     assert head is not None
+    home = getmodule(type(Driver(decoder).drafter).draft)  # of the worker that grows trees
     expand, level_of = worker.expand, head.level
 
     def watched_expand(candidates: Candidates, level: int, *rest: Any) -> Any:
@@ -76,12 +78,13 @@ def draw(decoder: SpecDecoder, spec: SpecConfig, batch: int, monkeypatch: pytest
         hiddens.append(hidden.view(batch, spec.topk, -1).clone())
         return hidden, logits
 
-    monkeypatch.setattr(worker, "expand", watched_expand)
+    monkeypatch.setattr(home, "expand", watched_expand)
     monkeypatch.setattr(head, "level", watched_level)
     tree = Driver(decoder).draft(batch, spec)
     if spec.topk > 1:
         paths = [paths_of(grown[-1], row) for row in range(batch)]
-        return Drawn(paths, grown[-1].scores_BC, list(zip(beams[:-1], hiddens, strict=True)))
+        steps = list(zip(beams[:-1], hiddens, strict=True)) if hiddens else []  # some workers read all levels anew
+        return Drawn(paths, grown[-1].scores_BC, steps)
     paths = [[tuple(tokens[1 : n + 1]) for n in range(1, len(tokens))] for tokens in tree.tokens_BN.tolist()]
     return Drawn(paths, None, [(torch.full((batch, 1), step), hidden) for step, hidden in enumerate(hiddens)])
 
