@@ -79,8 +79,10 @@ def faults(c: Capability, n: AttentionNeeds) -> Iterator[Fault]:
     if not set(asked) & set(c.kinds) and not n.latents:
         yield Fault(f"reads {', '.join(c.kinds)} layers, and these models have {' and '.join(asked)} layers only")
     yield from _kv_faults(c, n)
-    if n.latents and c.latents and n.latents != c.latents:
-        takes, got = (" + ".join(map(str, dims)) for dims in (c.latents, n.latents))
+    for latents in dict.fromkeys((*([n.latents] if n.latents else []), *n.draft_latents)):
+        if not c.latents or latents == c.latents:
+            continue
+        takes, got = (" + ".join(map(str, dims)) for dims in (c.latents, latents))
         yield Fault(f"reads latents of {takes} numbers, got {got}")
     missing = n.asked - c.features
     yield from _split_faults(c, n, missing)  # before int8 queries, which its nearest setting switches off too
@@ -168,8 +170,8 @@ def _kv_faults(c: Capability, n: AttentionNeeds) -> Iterator[Fault]:
     elif n.latents and kept in (*KV_CACHE_DTYPES, INT8_KEYS):
         nearest = "auto" if is_too_old or n.latents[0] % GROUP else FP8_LATENTS
         yield fault(f"keeps latents (MLA) in the model's own dtype or as {FP8_LATENTS}", nearest)
-    elif n.latents and kept == FP8_LATENTS and n.latents[0] % GROUP:
-        yield fault(f"keeps latents of a multiple of {GROUP} numbers as {FP8_LATENTS}, these have {n.latents[0]}", "auto")
+    elif n.latents and kept == FP8_LATENTS and (ranks := [own[0] for own in (n.latents, *n.draft_latents) if own[0] % GROUP]):
+        yield fault(f"keeps latents of a multiple of {GROUP} numbers as {FP8_LATENTS}, these have {ranks[0]}", "auto")
     elif kept in ("fp8", FP8_LATENTS) and is_too_old:
         wanted, got = (".".join(map(str, numbers)) for numbers in (c.fp8_from or (), n.architecture or ()))
         yield fault(f"reads {kept} KV on GPUs of compute capability {wanted} or later", "int8" if kept == "fp8" else "auto")

@@ -27,6 +27,7 @@ class AttentionNeeds:
     head_dims, kinds: of all layers of both models.  A layer of latent attention has no head dim here.
     value_dims: the width of the values that are not as wide as the keys that they go with; empty: there are none.
     latents: the rank and the rotated dim of the latents that the target's layers keep; None: they keep none.
+    draft_latents: the same of drafters that keep some.
     kv_cache_dtype, page_size: as in EngineOptions.
     features: what else models and settings ask for; `asked` adds those that follow from widths and latents.
     largest: the most sequences of a batch, tokens of one, and queries x heads a key of the target's verify pass.
@@ -40,6 +41,7 @@ class AttentionNeeds:
     value_dims: tuple[int, ...] = ()
     kinds: tuple[LayerKind, ...] = (FULL,)
     latents: tuple[int, int] | None = None
+    draft_latents: tuple[tuple[int, int], ...] = ()
     kv_cache_dtype: str = "auto"
     page_size: int = 16
     features: frozenset[Feature] = frozenset()
@@ -49,6 +51,8 @@ class AttentionNeeds:
     def asked(self) -> frozenset[Feature]:
         """All features that a backend must have."""
         follow = {Feature.LATENTS if self.latents else Feature.HEADS}
+        if self.draft_latents:
+            follow.add(Feature.LATENTS)
         if self.latents and self.features & SCORINGS:
             follow.add(Feature.SCORED_LATENTS)
         if self.value_dims and Feature.DIFFERENTIAL not in self.features:

@@ -17,6 +17,7 @@ import torch
 from specdec.attention.caches.kv_cache import KVCache
 from specdec.batch.emitted import FirstTokens
 from specdec.batch.tree import DraftTree
+from specdec.batch.trees.tables import tree_tables
 from specdec.config import SamplingParams, SpecConfig
 from specdec.decoder import SpecDecoder
 from specdec.engine.pages import admission, groups
@@ -26,7 +27,6 @@ from specdec.runner import grammars as looking
 from specdec.runner.grammars import GrammarRows
 from specdec.runner.workers import Workers
 from specdec.steps import RunChunk, RunRound
-from specdec.verify.tables import tree_tables
 
 CHUNK = groups.RING_PREFILL
 

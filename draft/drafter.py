@@ -82,6 +82,8 @@ class DrafterContext(NamedTuple):
     caches: empty, one for each of the models in `DraftNeeds`.  target_cache: the target's own, to be read alone.
     slots: of the first group of layers, page_size of them a page.
     span: how many tokens back the first group's slots are kept; None: all of them.
+    states: how many numbers of recurrent states there are, how many of them nodes may follow, and the most nodes of a tree;
+        None: neither model keeps states.
     rows: of the batch, the last one of padding included.  max_pause: the most tokens of a row that rounds may emit without the
     drafter (see `Drafter.keep`); 0 if no round is ever paused.
     """
@@ -98,6 +100,7 @@ class DrafterContext(NamedTuple):
     max_pause: int
     device: torch.device
     dtype: torch.dtype
+    states: tuple[int, int, int] | None = None
 
     @property
     def max_topk(self) -> int:
@@ -221,8 +224,10 @@ class Drafter(ABC):
 
     caches: what it keeps by slot, in the same pages as the target.  rows: what it keeps by row; None: nothing.
     head: whose weights it reads, if these may hold experts.
+    keeps_states: whether its layers keep states by row, under the same numbers as the target's (specdec/batch/trees/states.py).
     """
 
+    keeps_states = False
     caches: Sequence[CachedBySlot] = ()
     rows: Rows | None = None
     head: DraftModel | None = None
@@ -265,6 +270,9 @@ class Drafter(ABC):
         if self.rows is not None and sources_R.shape[0]:
             for tensor in self.rows.tensors():
                 tensor.index_copy_(0, targets_R, tensor.index_select(0, sources_R))
+
+    def enter_rows(self, rows_R: Tensor, states_R: Tensor) -> None:  # noqa: B027
+        """Rows (int64) go on with these states (int64 numbers); asked of drafters that keep states."""
 
     def clear_rows(self, rows_R: Tensor) -> None:  # noqa: B027
         """Forgets rows (int64) whose requests have ended.  Values that nobody reads may stay."""

@@ -257,7 +257,7 @@ class EngineOptions:
     draft_format: str = option(
         "auto",
         "layout of the draft head's folder; auto: by its config and tensor names; `specdec inspect` says which that is",
-        choices=("auto", "safeailab", "specforge", "speculators", "modelopt", "z-lab", "deepspec"),
+        choices=("auto", "safeailab", "specforge", "speculators", "modelopt", "torchspec", "z-lab", "deepspec"),
     )
     draft_pickle: bool = option(
         False,

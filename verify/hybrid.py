@@ -16,13 +16,13 @@ from specdec.attention.inputs import AttentionFn
 from specdec.batch.ragged import RaggedPrompts
 from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
+from specdec.batch.trees.states import StateRows
+from specdec.batch.trees.tables import TreeTables
 from specdec.models.recurrent.inputs import HybridPass
 from specdec.models.recurrent.pool import StatePool
 from specdec.models.target import Target
 from specdec.steps import Needs
 from specdec.verify.accept import Accepted
-from specdec.verify.states import StateRows
-from specdec.verify.tables import TreeTables
 from specdec.verify.verifier import TargetVerifier
 
 

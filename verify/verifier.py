@@ -27,12 +27,12 @@ from specdec.batch.ragged import RaggedPrompts
 from specdec.batch.sampling import RowSampling
 from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
+from specdec.batch.trees.tables import TreeTables, context_parallel_tables, tree_tables
 from specdec.models.target import EncoderDecoder, Target, TargetOutput
 from specdec.ops.rows import take_rows
 from specdec.steps import Needs
 from specdec.verify.accept import Accepted, accept
 from specdec.verify.synthetic import SyntheticAcceptance
-from specdec.verify.tables import TreeTables, context_parallel_tables, tree_tables
 
 
 class TreePass(NamedTuple):

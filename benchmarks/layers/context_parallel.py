@@ -39,9 +39,9 @@ from specdec.attention.kinds import FULL, Scoring
 from specdec.attention.state import AttentionState
 from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
+from specdec.batch.trees.tables import context_parallel_tables, tree_tables
 from specdec.parallel.group import Group
 from specdec.parallel.processes import RankPipe, Rendezvous, start
-from specdec.verify.tables import context_parallel_tables, tree_tables
 
 PAGE = 64
 LAYERS = 4  # calls in a graph

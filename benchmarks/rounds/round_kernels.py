@@ -24,6 +24,7 @@ from specdec.attention.caches.kv_cache import KVCache
 from specdec.attention.kinds import FULL
 from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
+from specdec.batch.trees.tables import tree_tables
 from specdec.config import SpecConfig
 from specdec.draft.eagle.rows import EagleRows
 from specdec.draft.tree.branches import fork
@@ -35,7 +36,6 @@ from specdec.ops.topk import greedy_tokens, top_tokens
 from specdec.parallel.group import ALONE
 from specdec.parallel.vocabulary import Vocabulary
 from specdec.verify.accept import accept
-from specdec.verify.tables import tree_tables
 
 DRAFT_VOCAB, VOCAB, HIDDEN, PAGE, CONTEXT, LAYERS = 32000, 128256, 4096, 16, 1024, 32
 DEVICE = torch.device("cuda")

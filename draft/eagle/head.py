@@ -20,7 +20,10 @@ from specdec.draft.formats.parts import Part, layer_parts
 from specdec.draft.formats.reading import PartNames
 from specdec.draft.formats.spec import HeadSpec
 from specdec.draft.head import DraftHead, StepHead
-from specdec.models.causal_lm import DecoderLayer
+from specdec.models.causal_lm import DecoderLayer, PreNormLayer
+from specdec.models.config import ModelConfig
+from specdec.models.deepseek.config import DeepseekConfig
+from specdec.models.deepseek.modules import DeepseekLayer, LatentAttention
 from specdec.models.layers import MLP, RMSNorm, SelfAttention
 from specdec.models.linear import Linear
 from specdec.models.target import Target
@@ -60,10 +63,10 @@ class Eagle3Head(EagleHead):
         self.fc = Linear(F, H)
         self.input_layernorm = RMSNorm(H, eps)
         self.hidden_norm = RMSNorm(H, eps)
-        self.self_attn = SelfAttention(model, 2 * H)
+        self.self_attn = attention_over(model, 2 * H)
         self.post_attention_layernorm = RMSNorm(H, eps)
         self.mlp = MLP(model)
-        self.layers = nn.ModuleList(DecoderLayer(model) for _ in range(model.num_layers - 1))
+        self.layers = nn.ModuleList(layer_of(model, index) for index in range(1, model.num_layers))
         self.norm = RMSNorm(H, eps)
 
     def parts(self, names: PartNames) -> Iterator[Part]:
@@ -110,7 +113,7 @@ class Eagle3Head(EagleHead):
         One launch adds and norms: a sum by torch would keep the kernels after it from starting early.
         """
         embed, norm, H = self.embed_tokens.weight, self.hidden_norm, hidden_TH.shape[-1]
-        rotation, layers = self.rotary.at(positions_T), [cast(DecoderLayer, layer) for layer in self.layers]
+        rotation, layers = self.rotary.at(positions_T), [cast(PreNormLayer, layer) for layer in self.layers]
         x = pair_rms_norm(ids_T, embed, self.input_layernorm.weight, hidden_TH, norm.weight, norm.eps)
         residual = x[:, H:] if self.config.norm_before_residual else hidden_TH
         rows = None if layers else rows_R  # only the last layer may leave rows out
@@ -127,6 +130,18 @@ class Eagle3Head(EagleHead):
             return hidden, hidden
         total, normed = self.norm.add(residual, delta)
         return normed if self.returns_normed else total, normed
+
+
+def attention_over(model: ModelConfig, in_features: int) -> nn.Module:
+    """The first layer's attention, over keys or over latents as its config says."""
+    if isinstance(model, DeepseekConfig):
+        return LatentAttention(model, 0, in_features)
+    return SelfAttention(model, in_features)
+
+
+def layer_of(model: ModelConfig, index: int) -> PreNormLayer:
+    """A later layer."""
+    return DeepseekLayer(model, index) if isinstance(model, DeepseekConfig) else DecoderLayer(model)
 
 
 class Eagle1Head(EagleHead):

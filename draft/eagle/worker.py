@@ -76,12 +76,12 @@ class DraftWorker(PausingDrafter[EagleRows]):
         A tree of S levels takes S - 1 runs of the head: the root's children, level 1, are known already, because the last
         extend or prefill computed them.
         """
-        noise = self._noise(state.lens_B, state.sampling, needs)
+        noise = self.next_noise(state.lens_B, state.sampling, needs)
         return self._draft_chain(state, spec.max_steps - 1, noise) if spec.topk == 1 else self._draft_tree(state, spec, noise)
 
     def _draft_chain(self, state: BatchState, steps: int, noise: Noise | None) -> DraftTree:
         """A tree without branches.  Each step's token is the head's most likely one, so no scores are needed."""
-        groups = self._groups(state)
+        groups = self.groups(state)
         rows, first = [group.pages.next_tokens(group.lens_B, steps, by_step=True) for group in groups], self.rows_of(state)
         tokens_B, hidden_BH = first.level1_tokens_BK[:, 0], first.level1_hidden_BH
         drawn = [state.bonus_B, tokens_B]
@@ -102,7 +102,7 @@ class DraftWorker(PausingDrafter[EagleRows]):
         continue.
         """
         S, K, B = spec.max_steps, spec.topk, state.rows
-        device, groups, first = state.lens_B.device, self._groups(state), self.rows_of(state)
+        device, groups, first = state.lens_B.device, self.groups(state), self.rows_of(state)
         prefixes = [split_shared(prefix_segment(group.pages, group.lens_B, K, "none"), group.shared) for group in groups]
         candidates = Candidates.empty(B, K, S, device)
         level1_tokens_BK, level1_logp_BK = (t[:, :K].contiguous() for t in (first.level1_tokens_BK, first.level1_logp_BK))
@@ -129,15 +129,15 @@ class DraftWorker(PausingDrafter[EagleRows]):
         What the head computes for columns after new.last_B is never used.
         """
         (B, E), rows = new.tokens_BE.shape, self.rows_of(state)
-        few, base_lens_B = B * E <= self.few_rows, self._rows_before(new.base_lens_B)
-        tables = [self._extend_tables(group, base_lens_B, E, last_rows=not few) for group in self._groups(state)]
+        few, base_lens_B = B * E <= self.few_rows, self.rows_before(new.base_lens_B)
+        tables = [self.extend_tables(group, base_lens_B, E, last_rows=not few) for group in self.groups(state)]
         self._read_round(rows, tables, new.tokens_BE, self._fused(new), new.last_B)
-        self._set_first_level(rows, self._noise(state.lens_B, state.sampling, needs))
+        self.set_first_level(rows, self.next_noise(state.lens_B, state.sampling, needs))
 
     def prefill(self, state: BatchState, needs: Needs, prompts: RaggedPrompts, first_B: Tensor, features_TF: Tensor) -> None:
         """Runs the head over parts of prompts, with the target's features [T, F], like `extend`."""
         hidden_BH = self._read_prompts(prompts, prompts.next_ids(first_B), self.head.fuse(features_TF))
-        noise = self._noise(prompts.lens_B, state.sampling, needs, prompts.rows_B)
+        noise = self.next_noise(prompts.lens_B, state.sampling, needs, prompts.rows_B)
         logp_BK, tokens_BK = self.head.vocabulary.top(self.head.logits(hidden_BH), self.topk, self.head.d2t_V, noise=noise)
         for target, source in zip(self.rows.next_draft, (tokens_BK, logp_BK, hidden_BH), strict=True):
             target.index_copy_(0, prompts.rows_B, source)
@@ -165,19 +165,19 @@ class DraftWorker(PausingDrafter[EagleRows]):
         attn = self.attention_of(prompts.tables_of(self.cache.group_numbers))
         return self.head.begin(next_ids_T, features_TH, prompts.positions_T, attn, prompts.last_B)
 
-    def _groups(self, state: BatchState) -> list[BatchState]:
+    def groups(self, state: BatchState) -> list[BatchState]:
         """The batch as each group of the head's layers sees it: lens_B counts the rows of the drafter's cache."""
-        state = replace(state, lens_B=self._rows_before(state.lens_B))
+        state = replace(state, lens_B=self.rows_before(state.lens_B))
         return [state.of_group(group) for group in self.cache.group_numbers]
 
-    def _rows_before(self, lens_B: Tensor) -> Tensor:
+    def rows_before(self, lens_B: Tensor) -> Tensor:
         """How many rows the drafter's cache has where so many tokens are committed."""
         return lens_B + 1 if self.head.own_slots else lens_B
 
     def attention_of(self, tables: Sequence[PassTables]) -> PagedAttention:
         return PagedAttention(self.backend, self.cache, *tables)
 
-    def _extend_tables(self, state: BatchState, base_lens_B: Tensor, count: int, last_rows: bool) -> PassTables:
+    def extend_tables(self, state: BatchState, base_lens_B: Tensor, count: int, last_rows: bool) -> PassTables:
         """Where the `count` tokens after the first base_lens_B of each row stand, in the layers of state.group.
 
         last_rows: whether a plan is made for each row's last committed token alone, too.
@@ -191,7 +191,7 @@ class DraftWorker(PausingDrafter[EagleRows]):
             last_plan = AttentionPlan(split_shared(last, state.shared), last_positions(last) if state.shared else None)
         return PassTables(plan, rows.slots.flatten(), last_plan)
 
-    def _noise(self, lens_B: Tensor, sampling: RowSampling, needs: Needs, rows_B: Tensor | None = None) -> Noise | None:
+    def next_noise(self, lens_B: Tensor, sampling: RowSampling, needs: Needs, rows_B: Tensor | None = None) -> Noise | None:
         """The noise of the next tree's first level, one position after the bonus token; None where the target adds none.
 
         rows_B: int64, the rows of `sampling` that are meant; None: all of them.
@@ -201,7 +201,7 @@ class DraftWorker(PausingDrafter[EagleRows]):
         sampling = sampling._replace(tables=None)  # rules for single tokens, which drafts don't obey
         return noise_of(lens_B, sampling if rows_B is None else sampling.of_rows(rows_B), needs)
 
-    def _set_first_level(self, rows: EagleRows, noise: Noise | None) -> None:
+    def set_first_level(self, rows: EagleRows, noise: Noise | None) -> None:
         """Computes the next tree's first level, K tokens a row, from the hidden states in `rows`."""
         logits_BV = self.head.logits(rows.level1_hidden_BH)
         out = (rows.level1_logp_BK, rows.level1_tokens_BK)

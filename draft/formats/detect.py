@@ -11,7 +11,7 @@ from specdec.draft.block.formats import deepspec, zlab
 from specdec.draft.block.formats import modelopt as modelopt_blocks
 from specdec.draft.block.formats import specforge as specforge_peagle
 from specdec.draft.block.formats import speculators as speculators_blocks
-from specdec.draft.eagle.formats import modelopt, safeailab, specforge, speculators
+from specdec.draft.eagle.formats import modelopt, safeailab, specforge, speculators, torchspec
 from specdec.draft.formats.reading import HeadFiles, HeadFormat, ParsedHead
 from specdec.draft.formats.releases import MARK, refuse_kind
 from specdec.models.checkpoints.config_values import mapping
@@ -50,6 +50,7 @@ FORMATS: dict[str, HeadFormat] = {
         "speculators", "speculators (Red Hat, vLLM)", "EAGLE-1, EAGLE-3, P-EAGLE, DFlash, DFlash2, DSpark", _read_speculators
     ),
     "modelopt": HeadFormat("modelopt", "NVIDIA ModelOpt", "EAGLE-3, DFlash, DSpark", _read_modelopt),
+    "torchspec": torchspec.FORMAT,
     "z-lab": zlab.FORMAT,
     "deepspec": deepspec.FORMAT,
 }
@@ -66,13 +67,12 @@ OTHER_KINDS = (
     ("eh_proj", "a head of multi-token prediction (MTP)"),
     ("mtp.", "a head of multi-token prediction (MTP)"),
     ("mtp_layers", "a head of multi-token prediction (MTP)"),
-    ("kv_a_proj", "a head with latent attention (MLA)"),
 )
 # Layouts of EAGLE heads that can't be read, by the class that their config names.
 OTHER_LAYOUTS = {
     "Qwen3Eagle3Model": "DeepSpec", "Gemma4Eagle3Model": "DeepSpec",
     "LlamaEagle3DraftModel": "NeMo, which does not say which of the target's layers a head reads",
-    "Eagle3DeepseekV2ForCausalLM": "ModelOpt with latent attention",
+    "DeepseekV3Eagle3DraftModel": "NeMo, which does not say which of the target's layers a head reads",
 }  # fmt: skip
 
 
@@ -88,6 +88,8 @@ def detect(files: HeadFiles) -> HeadFormat:
         return FORMATS[_block_layout(raw, files.where)]
     if modelopt.MARK in mapping(raw, "eagle_config", files.where):
         return FORMATS["modelopt"]
+    if _architecture(raw) in torchspec.ARCHITECTURES:
+        return torchspec.FORMAT
     if raw.get("fc_norm") is not None or raw.get("norm_output") is not None:
         return FORMATS["specforge"]
     architecture = _architecture(raw)

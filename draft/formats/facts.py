@@ -8,6 +8,7 @@ from specdec.draft.formats.empty import wanted_tensors
 from specdec.draft.formats.open import OpenHead
 from specdec.draft.formats.spec import HeadSpec
 from specdec.draft.kind import Facts
+from specdec.models.config import ModelConfig
 
 UNKNOWN = "not known without --target"
 EAGLE_ONLY = ("norm before fc", "fc bias", "residual", "recycled", "logits read")  # what heads over blocks of context lack
@@ -27,6 +28,11 @@ def facts_of(opened: OpenHead, is_target_known: bool) -> Facts:
     )
 
 
+def _latents(model: ModelConfig) -> dict[str, Any]:
+    """What a head with latent attention keeps of a token."""
+    return {"latents": f"rank {model.latent_rank}, {model.head_dim} rotated"} if model.keeps_latents else {}
+
+
 def spec_facts(spec: HeadSpec, is_target_known: bool, is_rope_told: bool) -> dict[str, Any]:
     """The normal form.  is_rope_told: whether the head's own config says its rope."""
     model = spec.model
@@ -40,6 +46,7 @@ def spec_facts(spec: HeadSpec, is_target_known: bool, is_rope_told: bool) -> dic
         "target_hidden_size": spec.target_hidden_size,
         "intermediate_size": model.intermediate_size,
         "heads": [model.num_heads, model.num_kv_heads, model.head_dim],
+        **_latents(model),
         "features": UNKNOWN if silent else list(spec.aux_layers) or "final hidden state",
         "norm before fc": spec.feature_norm,
         "fc bias": spec.fc_bias,

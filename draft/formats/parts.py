@@ -9,12 +9,16 @@ from torch import Tensor, nn
 
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.loader import Parts, copy_, fill_attention, fill_linear, fill_mlp, fill_norm
+from specdec.models.deepseek.loader import fill_latents, latents_of
+from specdec.models.deepseek.modules import LatentAttention
 from specdec.models.layers import MLP, Embedding, RMSNorm, SelfAttention
 from specdec.models.linear import Linear
 
 # A tensor: numbers that no module with a name of its own holds.  Files hold them as they are, but vectors as [1, 1, size].
 Part = tuple[str, nn.Module | Tensor]
-FILLERS: Parts = {Linear: fill_linear, SelfAttention: fill_attention, MLP: fill_mlp, RMSNorm: fill_norm}
+FILLERS: Parts = {
+    Linear: fill_linear, SelfAttention: fill_attention, LatentAttention: fill_latents, MLP: fill_mlp, RMSNorm: fill_norm,
+}  # fmt: skip
 
 
 def layer_parts(layer: nn.Module, name: str, input_norm: str = "input_layernorm") -> Iterator[Part]:
@@ -38,6 +42,8 @@ def tensors_of(parts: Iterable[Part]) -> dict[str, Tensor]:
             if part.qk_norm is not None:  # a row for each head; files have one for all
                 weight, Q = part.qk_norm.weight, part.num_heads
                 named |= {f"{name}.q_norm.weight": weight[0], f"{name}.k_norm.weight": weight[Q]}
+        elif isinstance(part, LatentAttention):
+            named |= {f"{name}.{own}": tensor for own, tensor in latents_of(part).items()}
         elif isinstance(part, MLP):
             named |= tensors_of(((name, part.gate_up_proj), (f"{name}.down_proj", part.down_proj)))
         elif isinstance(part, Tensor):

@@ -121,6 +121,13 @@ class JoinedDrafter(Drafter):
     def changed(self, state: BatchState) -> list[Tensor]:
         return [*self.drafter.changed(state), self.survival.counts_CLG2]
 
+    @property
+    def keeps_states(self) -> bool:  # type: ignore[override]
+        return self.drafter.keeps_states
+
+    def enter_rows(self, rows_R: Tensor, states_R: Tensor) -> None:
+        self.drafter.enter_rows(rows_R, states_R)
+
     def move_rows(self, sources_R: Tensor, targets_R: Tensor) -> None:
         self.drafter.move_rows(sources_R, targets_R)
 

@@ -13,13 +13,15 @@ def facts_of(chosen: TargetChoice, checkpoint: Checkpoint, target_ids: int, word
     model = chosen.config
     meanings = {} if words is None else meanings_of(words)
     windows = [kind.window for kind in model.layer_kinds]
-    head = {
+    head: dict[str, object] = {
         "kind": "model",
         "family": model.family,
         "layers": model.num_layers,
         "hidden_size": model.hidden_size,
         "intermediate_size": model.intermediate_size,
         "heads": [model.num_heads, model.num_kv_heads, model.head_dim],
+        **({"latents": f"rank {model.latent_rank}, {model.head_dim} rotated"} if model.keeps_latents else {}),
+        **({"layers with states": len(model.recurrent_layers)} if model.recurrent_layers else {}),
         "features": "none: it reads token ids alone",
         "vocab_size": model.vocab_size,
         "tokens that both have": min(model.vocab_size, target_ids) if words is None else len(words.drafts),

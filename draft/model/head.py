@@ -16,6 +16,7 @@ from specdec.attention.inputs import AttentionFn
 from specdec.config import SpecConfig
 from specdec.draft.drafter import DrafterContext, DraftNeeds, Impression
 from specdec.draft.head import NEVER, StepHead
+from specdec.draft.model.recurrent import RecurrentModelWorker
 from specdec.draft.model.translation import Translation
 from specdec.draft.model.worker import SmallModelWorker
 from specdec.draft.smoke import MIN_ACCEPTED, MIN_PAIRS
@@ -75,7 +76,7 @@ class SmallModel(StepHead):
         return f"a small model of other tokens: {config.family}, {sizes}, of which the target has {len(self.words.drafts)}"
 
     def worker(self, context: DrafterContext) -> SmallModelWorker:
-        return SmallModelWorker(self, context)
+        return (RecurrentModelWorker if self.model.config.recurrent else SmallModelWorker)(self, context)
 
     def fuse(self, features_TF: Tensor) -> Tensor:
         return features_TF  # which `forward` does not read

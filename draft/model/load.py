@@ -48,6 +48,11 @@ class OpenSmallModel(OpenDrafter):
         chosen = choose_target(place, "native", options.draft_quantize)
         if why := refusal_by_target(target) or refusal_of(chosen.config, target):
             raise ValueError(f"{place} can't draft for this target: {why}")
+        if options.beyond_trained == "window" and chosen.config.recurrent is not None:
+            raise ValueError(
+                f"beyond_trained='window' lets no layer read more tokens than it was trained on, and states of {place} hold "
+                "whole texts; nearest setting that works: beyond_trained='draft'"
+            )
         if options.beyond_trained == "window":
             chosen = chosen._replace(config=windowed(chosen.config))
         self.place, self.chosen, self.own_text = place, chosen, place
@@ -94,15 +99,10 @@ def refusal_by_target(target: ModelConfig) -> str:
 def refusal_of(own: ModelConfig, target: ModelConfig) -> str:
     """Why a model of that config can't draft for a target of that one, tokens apart; empty if it can."""
     nearest = "nearest thing that works: a model whose layers all read keys and values, such as a Llama"
-    if own.recurrent is not None:
-        return f"its layers keep recurrent states, which drafts have no place for; {nearest}"
     if own.encoder is not None:
         return f"it has an encoder, and a draft has nothing for it to read; {nearest}"
     if own.max_read is not None and own.indexer != target.indexer:
         return f"an indexer chooses the keys that its queries read; {nearest}"
-    if own.keeps_latents and (own.latent_rank, own.head_dim) != (target.latent_rank, target.head_dim):
-        has = f"of {target.latent_rank} and {target.head_dim} numbers" if target.keeps_latents else "none"
-        return f"it keeps latents of {own.latent_rank} and {own.head_dim} numbers, and the target {has}; {nearest}"
     return ""
 
 

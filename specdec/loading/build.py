@@ -19,6 +19,7 @@ from specdec.attention.kinds import FULL
 from specdec.attention.latent.limits import LIMITS
 from specdec.attention.shared import SharedPrefix
 from specdec.batch.state import BatchState
+from specdec.batch.trees.states import StateRows
 from specdec.draft.drafter import DrafterContext, DraftModel
 from specdec.engine.chunks import ChunkBudget
 from specdec.engine.launches.mixing import Mixing
@@ -44,7 +45,6 @@ from specdec.runner.runner import DeviceRunner
 from specdec.runner.workers import Workers
 from specdec.startup import STARTUP
 from specdec.verify.hybrid import HybridVerifier
-from specdec.verify.states import StateRows
 from specdec.verify.verifier import TargetVerifier
 
 
@@ -92,7 +92,8 @@ def mixing(
     config, spec = model.config, settings.spec
     is_captured = settings.cuda_graphs and backend.reads_no_lengths and settings.target_backend == "native"
     is_alone = model.group.size == 1 and config.encoder is None and not settings.numerics.is_invariant
-    reads_heads = not config.keeps_latents and config.max_read is None and config.recurrent is None
+    unlike = any(each.keeps_latents or each.recurrent for each in _configs(model, head))
+    reads_heads = not unlike and config.max_read is None
     is_chain = head is None or (spec is not None and not spec.is_auto and spec.is_chain)
     return Mixing(least) if least and is_captured and is_alone and reads_heads and is_chain else None
 
@@ -149,7 +150,7 @@ def _workers(model: Target, head: DraftModel | None, settings: EngineSettings, p
     encoder_cache = _encoder_cache(model.config, settings) if longest else None
     rows = settings.options.max_batch_size + 1  # the last row is always padding
     given = model, cache, backend, head.needs.features if head else None
-    if plan.states is None:
+    if plan.states is None or model.config.recurrent is None:
         verifier = TargetVerifier(*given, encoder_cache, contexts)
     else:
         assert encoder_cache is None and not contexts, "recurrent layers have neither"
@@ -189,6 +190,7 @@ def _drafter_context(
         max_pause=MAX_PAUSE if spec.is_auto else 0,
         device=settings.device,
         dtype=settings.dtype,
+        states=plan.states and (plan.states.numbers, plan.states.with_nodes, plan.states.nodes),
     )
 
 
@@ -289,7 +291,12 @@ def max_captured_cost(model: Target, head: DraftModel | None) -> int:
     most = int(layers * devices.LAUNCH_SECONDS_A_LAYER * devices.PRODUCTS_A_SECOND / max(1, weights))
     most = min(most, devices.CHUNK_COST["cuda"][2])
     # Longer chunks of a model that keeps latents run different kernels, depending on how much of the prompt is in the cache.
-    return min(most, LIMITS.expand_above) if model.config.keeps_latents else most
+    return min(most, LIMITS.expand_above) if any(config.keeps_latents for config in _configs(model, head)) else most
+
+
+def _configs(model: Target, head: DraftModel | None) -> tuple[ModelConfig, ...]:
+    """Of all parts that keep something of each token, the target first."""
+    return (model.config, *(head.needs.models if head else ()))
 
 
 def _cache(

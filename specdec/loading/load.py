@@ -22,7 +22,7 @@ from specdec.config import SpecConfig
 from specdec.draft.drafter import DraftModel
 from specdec.draft.find import find_drafter, open_drafter
 from specdec.draft.kind import Draft, OpenDrafter
-from specdec.loading.resolve import EngineSettings, choose_attention, resolve_settings
+from specdec.loading.resolve import EngineSettings, check_states, choose_attention, resolve_settings
 from specdec.loading.threads import allowed_threads, threads_for, using_threads
 from specdec.loading.vocabularies import match_vocabulary
 from specdec.models.checkpoints.checkpoint import Checkpoint, resolve_target
@@ -84,6 +84,7 @@ def check_pair(
             continue  # each rank holds all of it
         share_of(config, Shard(0, options.tensor_parallel_size), "draft head" if index else "target")
     if drafter is None:
+        check_states(settings, chosen.config)
         return pair
     if spec is None:
         settings = replace(settings, spec=drafter.model.default_shape())
@@ -91,6 +92,7 @@ def check_pair(
     settings = settings.with_drafter(drafter.model)
     assert settings.spec is not None
     drafter.model.shapes(settings.spec, warns)
+    check_states(settings, *pair.configs)
     return pair._replace(settings=replace(settings, attention_backend=choose_attention(settings, *pair.configs)))
 
 

@@ -33,7 +33,9 @@ from specdec.models.kv import cache_layout
 
 
 class StatePlan(NamedTuple):
-    """with_nodes: the numbers of states that a tree's nodes may follow: all but the kept ones, which come last.
+    """Over all models with recurrent layers, the drafter among them.
+
+    with_nodes: the numbers of states that a tree's nodes may follow: all but the kept ones, which come last.
 
     nodes: the most of one tree.  kept: how many states are kept for later prompts.  state_bytes, node_bytes: of all layers.
     """
@@ -64,12 +66,13 @@ class StatePlan(NamedTuple):
 
 
 class PoolPlan(NamedTuple):
-    """The KV pool, by group of layers.  states: of a target with recurrent layers."""
+    """The KV pool, by group of layers.  states: of models with recurrent layers.  draft_states: whether the drafter is one."""
 
     groups: tuple[KVCacheGroup, ...]
     num_pages: tuple[int, ...]  # of each group, its dummy page included
     page_bytes: tuple[int, ...]  # of one page of each group, over both models
     states: StatePlan | None = None
+    draft_states: bool = False
 
     @property
     def bytes(self) -> int:
@@ -87,10 +90,10 @@ class PoolPlan(NamedTuple):
         ]
         given, kept = (pools[0], settings.lookahead, settings.options.prefix_caching), self.states and self.states.kept_numbers
         if len(pools) == 1:
-            return Admission(*given, encoder_pages=encoder_pages, kept_states=kept)
+            return Admission(*given, encoder_pages=encoder_pages, kept_states=kept, drafts_have_states=self.draft_states)
         span = self.groups[1].span
         assert span is not None
-        return Admission(*given, pools[1], span, encoder_pages, kept)
+        return Admission(*given, pools[1], span, encoder_pages, kept, self.draft_states)
 
 
 def pool_plan(
@@ -128,11 +131,11 @@ def pool_plan(
         wanted = [max(pages, kept) for pages in wanted]
     beside = source_bytes(configs[0], settings) + scratch_bytes(configs[0], settings)
     fewest = 2 * page_bytes[0] + sum(map(mul, needed[1:], page_bytes[1:]))
-    states = plan_states(configs[0], settings, memory, beside + fewest)
+    states = plan_states(configs, settings, memory, beside + fewest)
     beside += states.bytes if states else 0
     memory -= beside
     num_pages = share_memory(memory, wanted, page_bytes, needed)
-    plan = PoolPlan(groups, num_pages, page_bytes, states)
+    plan = PoolPlan(groups, num_pages, page_bytes, states, any(config.recurrent for config in configs[1:]))
     if min(num_pages) < 2 or (len(groups) > 1 and plan.bytes > memory):
         if options.kv_cache_memory != "auto":
             least = beside + fewest
@@ -178,21 +181,28 @@ def scratch_bytes(target: ModelConfig, settings: EngineSettings) -> int:
     return settings.scratch_room * sum(map(layout.layer_bytes, set(target.key_sources)))
 
 
-def plan_states(target: ModelConfig, settings: EngineSettings, memory: float = 0.0, others: int = 0) -> StatePlan | None:
-    """The states of a target's recurrent layers; None: it has none.
+def plan_states(
+    configs: Sequence[ModelConfig], settings: EngineSettings, memory: float = 0.0, others: int = 0
+) -> StatePlan | None:  # fmt: skip
+    """The states of recurrent layers, the target's and the drafter's under the same numbers; None: neither has any.
 
+    configs: as of `pool_plan`.
     memory: bytes for them and the KV pool together, of which some are for states that are kept.  others: bytes of it that the
         fewest pages take, and what else is neither.
     ValueError if state_cache holds no state, or leaves too little memory.
     """
-    sizes, layers, spec = target.recurrent, len(target.recurrent_layers), settings.spec
-    if sizes is None:
+    spec, options = settings.spec, settings.options
+    held = [(config.recurrent, len(config.recurrent_layers)) for config in configs if config.recurrent is not None]
+    if not held:
         return None
     nodes = max(shape.num_draft_tokens for shape in spec.shapes) if spec else 1
-    rows = RESERVED_STATES + 2 * settings.options.max_batch_size
-    state, node = layers * sizes.state_bytes(settings.dtype), layers * sizes.node_bytes(settings.dtype)
+    if any(config.recurrent for config in configs[1:]):
+        nodes = max(nodes, settings.draft_slots)
+    rows = RESERVED_STATES + 2 * options.max_batch_size
+    state = sum(layers * sizes.state_bytes(settings.dtype) for sizes, layers in held)
+    node = sum(layers * sizes.node_bytes(settings.dtype) for sizes, layers in held)
     plan = StatePlan(rows, nodes, 0, state, node)
-    return plan._replace(kept=_kept_states(plan, settings, memory, others)) if settings.options.prefix_caching else plan
+    return plan._replace(kept=_kept_states(plan, settings, memory, others)) if options.prefix_caching else plan
 
 
 def _kept_states(plan: StatePlan, settings: EngineSettings, memory: float, others: int) -> int:
@@ -211,7 +221,7 @@ def _kept_states(plan: StatePlan, settings: EngineSettings, memory: float, other
         )
     if not (kept := min(MAX_KEPT_STATES, int(min(size, max(0, free)) / least))):
         warnings.warn(
-            f"prefix_caching=True finds nothing: a state of this target takes {least} bytes, and state_cache='auto' is a tenth "
+            f"prefix_caching=True finds nothing: a state of the models takes {least} bytes, and state_cache='auto' is a tenth "
             f"of {int(memory)}, of which rows' states and a page leave {max(0, free)}; nearest setting that finds something: "
             f"{nearest}",
             stacklevel=2,

@@ -202,7 +202,7 @@ def parts_of(models: CountedModels, settings: EngineSettings) -> dict[str, int]:
         **({"weights of the draft head": models.weights[1]} if len(models.weights) > 1 else {}),
         **({"lossless copies of weights": models.lossless} if options.pack_weights else {}),
         "keys and values": kv,
-        **({"states of recurrent layers": states.bytes} if (states := plan_states(target, settings)) else {}),
+        **({"states of recurrent layers": states.bytes} if (states := plan_states(models.configs, settings)) else {}),
         "a round": pass_bytes(target, queries, queries, models.features, dtype),
         "a chunk of prompts": pass_bytes(target, chunk, options.max_batch_size, models.features, dtype)
         + models.scratch * dtype,

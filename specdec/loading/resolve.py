@@ -145,7 +145,7 @@ def resolve_settings(
             f"prefix_caching=True is for decoder-only targets: keys and values of a {target.family} decoder depend on what its "
             "encoder read; nearest setting that works: prefix_caching=False"
         )
-    _check_state_cache(options, target)
+    _check_states_are_found(options)
     check_context(options, target, target_backend)
     if options.page_size == "sequence" and options.prefix_caching:
         raise ValueError(
@@ -180,16 +180,22 @@ def experts_line(target: ModelConfig, settings: EngineSettings) -> str:
     return f"{held_by_rank(target.experts, settings.options.tensor_parallel_size)} ({settings.experts.reason})"
 
 
-def _check_state_cache(options: EngineOptions, target: ModelConfig) -> None:
-    """ValueError if memory is asked for states that nobody keeps."""
-    if options.state_cache == "auto":
-        return
-    if target.recurrent is None:
+def check_states(settings: EngineSettings, *configs: ModelConfig) -> None:
+    """ValueError if memory is asked for states that no model, target first, keeps, or if the drafter's states don't fit."""
+    options, target = settings.options, configs[0]
+    if options.state_cache != "auto" and not any(config.recurrent for config in configs):
         raise ValueError(
-            f"state_cache is for targets with recurrent layers, and {target.family} has none, got {options.state_cache!r}; "
+            f"state_cache is for models with recurrent layers, and {target.family} has none, got {options.state_cache!r}; "
             "nearest setting that works: state_cache='auto'"
         )
-    if not options.prefix_caching:
+    for config in configs[1:]:
+        if config.recurrent is not None and settings.device.type == "cuda":
+            check_recurrent(settings, config.recurrent, shared_memory(settings.device), settings.draft_slots)
+
+
+def _check_states_are_found(options: EngineOptions) -> None:
+    """ValueError if memory is asked for states that no later prompt finds."""
+    if options.state_cache != "auto" and not options.prefix_caching:
         raise ValueError(
             f"state_cache={options.state_cache!r} is for states that prefix caching keeps, got prefix_caching=False; nearest "
             "setting that works: prefix_caching=True"
@@ -247,9 +253,12 @@ def check_deterministic(settings: EngineSettings, target: ModelConfig, architect
         refuse(f"multiplies matrices whose rows are multiples of 8 numbers, got {got}", nearest)
 
 
-def check_recurrent(settings: EngineSettings, sizes: RecurrentConfig, shared_bytes: int) -> None:
+def check_recurrent(
+    settings: EngineSettings, sizes: RecurrentConfig, shared_bytes: int, nodes: int | None = None
+) -> None:  # fmt: skip
     """ValueError if the kernels of recurrent layers, which only GPUs have, don't take these sizes.
 
+    nodes: the most of one of the model's passes; None: of the trees that are verified.
     shared_bytes: of the memory that a program has on a GPU's chip.
     """
     widths = () if (rule := sizes.rule) is None else (("key", rule.key_width), ("value", rule.value_width))
@@ -266,11 +275,12 @@ def check_recurrent(settings: EngineSettings, sizes: RecurrentConfig, shared_byt
             "recurrent layers have no kernels in float64, so no graph can hold them, got "
             f"cuda_graphs={settings.cuda_graphs!r}; nearest setting that works: cuda_graphs=False"
         )
-    nodes = max(shape.num_draft_tokens for shape in settings.spec.shapes) if settings.spec else 1
+    if nodes is None:
+        nodes = max(shape.num_draft_tokens for shape in settings.spec.shapes) if settings.spec else 1
     most = MAX_STATE_NODES if shared_bytes >= SHARED_OF_MANY_NODES else MAX_STATE_NODES // 2
     if nodes > most:
         raise ValueError(
-            f"num_draft_tokens must be at most {most} for a target with recurrent layers on this GPU, got {nodes}; "
+            f"num_draft_tokens must be at most {most} for a model with recurrent layers on this GPU, got {nodes}; "
             f"nearest setting that works: {most}"
         )
 
@@ -370,6 +380,7 @@ def attention_needs(settings: EngineSettings, *configs: ModelConfig) -> Attentio
         value_dims=tuple(dict.fromkeys(width for c in configs for width in c.split_widths)),
         kinds=tuple(dict.fromkeys(kind for c in configs for kind in c.key_kinds)),
         latents=(target.latent_rank, target.head_dim) if target.keeps_latents else None,
+        draft_latents=tuple((c.latent_rank, c.head_dim) for c in configs[1:] if c.keeps_latents),
         kv_cache_dtype=options.kv_cache_dtype,
         page_size=settings.page_size,
         features=GRAPHS[settings.cuda_graphs].union(feature for feature, is_asked in asked.items() if is_asked),

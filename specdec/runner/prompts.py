@@ -73,7 +73,7 @@ class PromptRunner:
 
     def shape_of(self, chunk: RunChunk) -> ChunkShape:
         """Its exact shape."""
-        return ChunkShape.of(chunk.parts, self.workers.verifier.keeps_states)
+        return ChunkShape.of(chunk.parts, self.workers.keeps_states)
 
     def _eager(self, chunk: RunChunk, shape: ChunkShape) -> FirstTokens:
         return self._pass(self.to_device(chunk, shape), ChunkKey(shape, chunk.needs, chunk.drafted), self._masks(chunk, shape))

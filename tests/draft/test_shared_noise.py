@@ -62,8 +62,8 @@ def test_a_pause_ends_with_the_noise(zoo: Zoo) -> None:
         driver.submit(p, SamplingParams(max_tokens=30, temperature=1.0, seed=i)) for i, p in enumerate(ragged_prompts(40, 2))
     ]
     calls, drafter = [], driver.drafter
-    seen = drafter._set_first_level
-    drafter._set_first_level = lambda state, noise: (calls.append(noise), seen(state, noise))
+    seen = drafter.set_first_level
+    drafter.set_first_level = lambda state, noise: (calls.append(noise), seen(state, noise))
     driver.run_until_idle()
     assert calls and all(noise is not None for noise in calls)
     texts = [request.output.token_ids for request in requests]

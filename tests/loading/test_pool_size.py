@@ -135,7 +135,7 @@ def test_kept_states_take_what_was_asked(zoo: Zoo) -> None:
 
 def test_memory_for_states_that_nobody_keeps_is_refused(zoo: Zoo) -> None:
     """Keeps out: a setting without effect."""
-    with pytest.raises(ValueError, match="state_cache is for targets with recurrent layers, and llama .* got 0.5; .*'auto'$"):
+    with pytest.raises(ValueError, match="state_cache is for models with recurrent layers, and llama .* got 0.5; .*'auto'$"):
         zoo.decoder("llama", None, prefix_caching=True, state_cache=0.5)
     with pytest.raises(ValueError, match="got prefix_caching=False; nearest .* prefix_caching=True$"):
         zoo.decoder("qwen3_5_text", None, state_cache=0.5)

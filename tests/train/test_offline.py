@@ -15,6 +15,7 @@ import pytest
 import torch
 from toolkit.checkpoints.load import load_target, read_target_config
 from toolkit.heads.block_zoo import HEADS
+from toolkit.heads.latent_heads import LATENT_HEADS
 from toolkit.models import Zoo, ragged_prompts
 from toolkit.trees import chain_shape, path_depth, random_shape
 
@@ -30,6 +31,7 @@ from specdec.train.offline.branches import BranchPairs, KeptPairs, OfflineDrafte
 from specdec.train.offline.count import accepted
 from specdec.train.offline.run import check_head, eval_head
 
+assert LATENT_HEADS  # which this import gives the zoo
 SHAPES = (SpecConfig(4, 3, 12), SpecConfig(3, 1, 4))
 
 
@@ -46,7 +48,7 @@ def test_the_shipped_head_is_counted_as_it_is_served() -> None:
 
 
 @pytest.mark.slow_cases(keep=2)
-@pytest.mark.parametrize("name", ["eagle3-window", "eagle1-two-layers", *HEADS])
+@pytest.mark.parametrize("name", ["eagle3-window", "eagle1-two-layers", "latent", "latent-31", *HEADS])
 def test_random_heads_are_counted_as_they_are_served(zoo: Zoo, name: str) -> None:
     prompts, head, target = ragged_prompts(40, 3), zoo.head("llama", name), zoo.target("llama")
     shapes = SHAPES[:1] if name.startswith("dflash") else SHAPES

@@ -27,7 +27,7 @@ from specdec.attention.inputs import LayerCall, PreparedPlan
 from specdec.attention.kinds import FULL, LayerKind, Scoring
 from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
-from specdec.verify.tables import context_parallel_tables
+from specdec.batch.trees.tables import context_parallel_tables
 
 H, N, STEPS, KEY, VALUE = 2, 6, 3, 16, 8
 LATENTS: Callable[[torch.dtype], CacheLayout] = lambda dtype: LatentLayout(VALUE, KEY - VALUE, dtype)  # noqa: E731

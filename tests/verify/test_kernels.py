@@ -14,11 +14,11 @@ from torch import Tensor
 from specdec.attention.pages import PageTable
 from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
+from specdec.batch.trees.tables import path_tables
+from specdec.batch.trees.tables_triton import launch_path_tables
 from specdec.verify import accept_triton
 from specdec.verify.accept import Accepted, accept
 from specdec.verify.accept_triton import launch_accept
-from specdec.verify.tables import path_tables
-from specdec.verify.tables_triton import launch_path_tables
 
 SHAPES = [(3, 2, 1), (4, 16, 5), (2, 60, 7), (2, 33, 32), (3, 7, 2)]
 LARGE = [(1, 6, 5), (1, 32, 5), (64, 60, 7), (2, 1024, 64), (32, 1000, 6)]

@@ -13,9 +13,9 @@ from torch import Tensor
 from specdec.batch.ragged import RaggedPrompts
 from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
+from specdec.batch.trees.states import StateRows
+from specdec.batch.trees.states_triton import launch_commit_states, launch_state_numbers
 from specdec.limits import RESERVED_STATES, TRASH, ZEROS
-from specdec.verify.states import StateRows
-from specdec.verify.states_triton import launch_commit_states, launch_state_numbers
 
 ROWS, PLACES = 5, 4  # and a row of padding
 

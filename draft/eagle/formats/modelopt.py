@@ -1,4 +1,5 @@
-"""EAGLE-3 heads of NVIDIA ModelOpt: `midlayer.*` in older exports, `layers.*` in newer ones, `d2t` without `t2d`.
+"""EAGLE-3 heads of NVIDIA ModelOpt: `midlayer.*` in older exports, `layers.*` in newer ones, `d2t` without `t2d`.  A config
+with the keys of latent attention is a head for Kimi or DeepSeek.
 
 The nested `eagle_config` has eight keys, of which five say variants; only the common one is computed.
 """
@@ -10,13 +11,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specdec.draft.eagle.formats.common import AUX, DEFAULT, eagle3_reading, nested_config, refuse_bias
+from specdec.draft.eagle.formats.latent import ARCHITECTURE, RANK, latent_layers, latent_meanings
 from specdec.draft.formats.body import aux_layers_of, check_features, head_layers
 from specdec.draft.formats.reading import HeadFiles, ParsedHead, PartNames
 from specdec.models.config import ModelConfig
+from specdec.models.deepseek.config import DeepseekConfig
 
 NAME, DEEP = "modelopt", "LlamaForCausalLMEagle3Deep"
 MARK = "next_layer_regular"
-ARCHITECTURES = ("LlamaForCausalLMEagle3", DEEP)
+ARCHITECTURES = ("LlamaForCausalLMEagle3", DEEP, ARCHITECTURE)
 OWN_KEYS = frozenset(("draft_vocab_size", "eagle_config", "target_hidden_size", "bias"))
 NESTED: Mapping[str, Sequence[Any]] = {
     AUX: (),
@@ -34,28 +37,36 @@ def read(files: HeadFiles, target: ModelConfig | None) -> ParsedHead:
     where = files.where
     raw = {key: value for key, value in files.raw.items() if value is not None}  # the exporter writes many nulls
     check_features(target, where)
-    _check_top(raw, where)
+    has_latents = _check_top(raw, where)
     eagle = nested_config(raw, NESTED, where)
     if missing := sorted(set(NESTED) - set(eagle)):
         raise ValueError(f"{where}: eagle_config lacks {', '.join(missing)}, which ModelOpt always writes")
-    model, ids = head_layers(raw, OWN_KEYS, target, where), eagle[AUX]
+    read_layers = latent_layers if has_latents else head_layers
+    model, ids = read_layers(raw, OWN_KEYS, target, where), eagle[AUX]
     meanings = {
         AUX: f"{ids}: 0-based outputs of layers, in the order of a set, which means nothing" if ids else f"null: {DEFAULT}",
         "hidden_norm": "the feature passes hidden_norm alone; ModelOpt 0.47's own module normed it by input_layernorm before",
         "recycled": "the output before the final norm",
     }
-    if model.rope.kind == "yarn":
+    if isinstance(model, DeepseekConfig):
+        meanings |= latent_meanings(model)
+    elif model.rope.kind == "yarn":
         meanings["yarn"] = "as written; exporters add it to heads that were trained without it, which lowers acceptance"
     aux_layers = aux_layers_of(ids or None, target, where, any_order=True)
     names = _names(files, raw, model.num_layers)
     return eagle3_reading(files, model, target, aux_layers, names, meanings, t2d="must not", format=NAME)
 
 
-def _check_top(raw: dict[str, Any], where: str) -> None:
+def _check_top(raw: dict[str, Any], where: str) -> bool:
+    """Whether the head has latent attention.  ValueError if its class and its keys are not of one kind."""
     named = raw.get("architectures") or [ARCHITECTURES[0]]
     if not isinstance(named, list) or len(named) != 1 or named[0] not in ARCHITECTURES:
         raise ValueError(f"{where}: architectures must be one of {', '.join(ARCHITECTURES)}, got {named!r}")
     refuse_bias(raw, where)
+    if (named[0] == ARCHITECTURE) != (RANK in raw):
+        has = "needs" if named[0] == ARCHITECTURE else "has no"
+        raise ValueError(f"{where}: a head of architectures {named[0]} {has} {RANK}, the rank of latents")
+    return RANK in raw
 
 
 def _names(files: HeadFiles, raw: dict[str, Any], count: int) -> PartNames:

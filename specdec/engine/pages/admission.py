@@ -35,8 +35,9 @@ class Admission:
         the decoder's keys and values depend on the encoder's text.
     local: the pages of the layers with a span, which have a ring; None where there is one group of layers.
     span: the most keys that one query reads in these layers.
-    kept_states: numbers of states that are kept for later prompts, of a target with recurrent layers; None: it has none.  A
-        text of such a target begins after kept pages only where a state is kept, too.
+    kept_states: numbers of states that are kept for later prompts, where a model has recurrent layers; None: none has.  A
+        text of such models begins after kept pages only where a state is kept, too.
+    drafts_have_states: whether the drafter has such layers.
     encoder_pages: pages of the encoder's cache, at least one for each row; 0: there is no encoder.
     lookup_tokens, hit_tokens: how many prompt tokens were looked up in the prefix cache, and how many of them were found.
     min_shared_to_wait: see `should_wait`.
@@ -51,6 +52,7 @@ class Admission:
         span: int = 1,
         encoder_pages: int = 0,
         kept_states: range | None = None,
+        drafts_have_states: bool = False,
     ) -> None:
         assert not (prefix_caching and pool.ring), "the pages of a ring are overwritten, so they can't be kept"
         assert not (prefix_caching and encoder_pages), "keys and values depend on the encoder's text, so they can't be kept"
@@ -61,7 +63,7 @@ class Admission:
         kept = KeptStates(kept_states) if kept_states is not None and prefix_caching else None
         drops = [None if each is None else each.drop for each in (self.copies, kept)]  # a state is the same without a drafter
         self.cache = PrefixCache(pool, *drops) if prefix_caching else None
-        self.text_states = None if kept is None or self.cache is None else TextStates(kept, self.cache)
+        self.text_states = None if kept is None or self.cache is None else TextStates(kept, self.cache, drafts_have_states)
         self.allocations: dict[Request, PageAllocation] = {}
         self.lengths = OutputLengths()
         self._admitted = 0

@@ -137,11 +137,11 @@ class StateUse:
 class TextStates:
     """The states of rows' texts: with which kept one each goes on, and which its chunks keep.
 
-    every, least: see StatePlaces, in tokens.
+    every, least: see StatePlaces, in tokens.  drafted: whether a state is one of the drafter, too.
     """
 
-    def __init__(self, kept: KeptStates, cache: PrefixCache) -> None:
-        self.kept, self.cache = kept, cache
+    def __init__(self, kept: KeptStates, cache: PrefixCache, drafted: bool = False) -> None:
+        self.kept, self.cache, self.drafted = kept, cache, drafted
         self.every, self.least = STATE_EVERY, LEAST_KEPT
         self._rows: dict[Hashable, StateUse] = {}
 
@@ -184,13 +184,16 @@ class TextStates:
         row.promised, row.places.begun = Promise(number, tokens), place
         return number, place - start
 
-    def ran(self, owner: Hashable, tokens: Sequence[int]) -> None:
+    def ran(self, owner: Hashable, tokens: Sequence[int], drafted: bool = True) -> None:
         """A part of the text has been launched, and what can be kept of its pages is in the cache.
 
-        tokens: up to the end of the part, and the token after it if it is known.
+        tokens: up to the end of the part, and the token after it if it is known.  drafted: whether the drafter reads the part.
         """
         row = self._rows[owner]
         self._read(row)
+        if row.promised is not None and self.drafted and not drafted:  # a state that the drafter has no part in
+            self.kept.enter(None, row.promised.number)
+            row.promised = None
         if row.promised is not None:
             number, place = row.promised.number, len(row.promised.tokens)
             begun = tokens[: place + 1]

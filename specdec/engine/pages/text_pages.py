@@ -78,7 +78,7 @@ class TextPages:
         tokens = [*state.text, state.next_token] if state.resumes and part.is_last else state.text[: end + 1]
         self.admission.keep(state.request, tokens, drafted, end)
         if self.admission.text_states is not None:
-            self.admission.text_states.ran(state.request, tokens)
+            self.admission.text_states.ran(state.request, tokens, drafted)
 
     def leave(self, state: RequestState, drafted: bool, unseen: int) -> None:
         """Takes all pages of a row that ends or steps back.  The prefix cache keeps those that are full and final.

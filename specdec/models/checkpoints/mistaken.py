@@ -17,7 +17,7 @@ _HEAD_KEYS = ("draft_vocab_size", "eagle_config", "eagle_aux_hidden_state_layer_
 _HEAD_TENSORS = ("fc.weight", "fusion_fc.weight", "d2t")  # no target has them at its top
 _MTP = (".hnorm.", ".mtp_layers.")  # in the names of MTP layers
 _TARGET_PREFIXES = (
-    *("model.embed_tokens.", "model.layers.", "transformer.", "gpt_neox."),
+    *("model.embed_tokens.", "model.layers.", "transformer.", "gpt_neox.", "backbone.layers.", "backbone.embeddings."),
     *("model.language_model.layers.", "language_model.model.layers."),  # of wrappers of texts and images
 )
 _OWN_TARGET = "nearest thing that works: the model that this head drafts for as target, and this folder as its draft"

@@ -20,6 +20,7 @@ from specdec.models.yarn import YarnRope, parse_rope_with_yarn
 from specdec.ops.products.routing import RouterRule
 
 LITE = "glm4_moe_lite"  # GLM-4.7-Flash
+LATENT_EPS = 1e-6  # DeepSeek's code fixes it for the norms inside of attention, whatever rms_norm_eps is
 
 
 @dataclass(frozen=True)
@@ -27,13 +28,14 @@ class DeepseekConfig(ModelConfig):
     """head_dim is that of the rotated part.  q_rank: of the queries' own latent, None: they have none.
 
     nope_dim: of a head's queries and keys that is not rotated.  interleaved: rotated pairs lie side by side in the
-    checkpoint.
+    checkpoint.  latent_eps: of the norms inside of attention; rms_norm_eps is for the other norms.
     """
 
     q_rank: int | None = None
     nope_dim: int = 0
     value_dim: int = 0
     interleaved: bool = True
+    latent_eps: float = LATENT_EPS
 
     @property
     def scale(self) -> float:

@@ -13,6 +13,7 @@ from specdec.models.checkpoints.loader import Arrange, Parts, copy_, fill_dense,
 from specdec.models.deepseek.config import BY_TYPES, DeepseekConfig, parse_deepseek
 from specdec.models.deepseek.modules import DeepseekLayer, LatentAttention
 from specdec.models.layers import MLP
+from specdec.models.linear import ONLY
 from specdec.models.mixtures.fill import USUAL, expect_mixture, fill_mixture
 from specdec.models.mixtures.layer import MixtureOfExperts
 
@@ -43,7 +44,7 @@ def _expect(checkpoint: Checkpoint, config: DeepseekConfig) -> None:
     expect_mixture(checkpoint, config, USUAL._replace(layer_keys="mlp_layer_types") if by_types else USUAL)
 
 
-def _fill_attention(attention: LatentAttention, checkpoint: Checkpoint, prefix: str) -> None:
+def fill_latents(attention: LatentAttention, checkpoint: Checkpoint, prefix: str) -> None:
     """Queries (or what they come from), the latent and the indexer's part in one weight; rotated pairs as halves of a head.
 
     What expands latents is dequantised: it is multiplied head by head.
@@ -82,6 +83,38 @@ def _fill_attention(attention: LatentAttention, checkpoint: Checkpoint, prefix: 
     fill_linear(attention.o_proj, checkpoint, f"{prefix}.o_proj")
 
 
+def latents_of(attention: LatentAttention) -> dict[str, Tensor]:
+    """The tensors of attention without an indexer, as a checkpoint holds them: what `fill_latents` has read."""
+    config, in_proj = attention.config, attention.in_proj
+    assert attention.k_norm is None and config.shard.size == 1, "shares and indexers are not written"
+    rotated = config.head_dim if config.interleaved else 0
+    named = {
+        "kv_a_proj_with_mqa": (in_proj, "latent", in_proj.parts.sizes["latent"]),
+        "kv_b_proj": (attention.kv_b_proj, ONLY, 0),
+    }
+    named |= {"o_proj": (attention.o_proj, ONLY, 0), "q_proj": (in_proj, "q", attention.query_dim)}
+    norms = {"kv_a_layernorm": attention.kv_a_layernorm}
+    if attention.q_b_proj is not None:
+        assert attention.q_a_layernorm is not None
+        del named["q_proj"]
+        named |= {"q_a_proj": (in_proj, "q", 0), "q_b_proj": (attention.q_b_proj, "q", attention.query_dim)}
+        norms["q_a_layernorm"] = attention.q_a_layernorm
+    written = {f"{name}.weight": norm.weight for name, norm in norms.items()}
+    for name, (matrix, part, size) in named.items():
+        weight = matrix.tensors(part)["weight"].tensor
+        written[f"{name}.weight"] = side_by_side(weight, size, rotated) if size else weight
+    return written
+
+
+def side_by_side(rows: Tensor, size: int, rotated: int) -> Tensor:
+    """What `halved` made these rows of."""
+    if not rotated:
+        return rows
+    by_head, R = rows.unflatten(0, (-1, size)), rotated
+    turned = by_head[:, -R:].unflatten(1, (2, R // 2)).transpose(1, 2).flatten(1, 2)
+    return torch.cat((by_head[:, :-R], turned), dim=1).flatten(0, 1)
+
+
 def halved(rows: Tensor, size: int, rotated: int, first: bool = False) -> Tensor:
     """Rows of heads of that size (of a weight or a bias) with other pairs for rotation.
 
@@ -96,5 +129,5 @@ def halved(rows: Tensor, size: int, rotated: int, first: bool = False) -> Tensor
     return torch.cat((turned, rest) if first else (rest, turned), dim=1).flatten(0, 1)
 
 
-PARTS: Parts = {LatentAttention: _fill_attention, MixtureOfExperts: fill_mixture, MLP: fill_mlp}
+PARTS: Parts = {LatentAttention: fill_latents, MixtureOfExperts: fill_mixture, MLP: fill_mlp}
 FAMILY = Family(parse_deepseek, DeepseekLayer, _expect, PARTS)

@@ -24,14 +24,12 @@ from specdec.attention.latent.prep import LatentPrep
 from specdec.attention.sparse.index_store import IndexPrep
 from specdec.attention.sparse.inputs import IndexInputs, SparseLatentInputs
 from specdec.models.causal_lm import PreNormLayer
-from specdec.models.deepseek.config import DeepseekConfig
+from specdec.models.deepseek.config import LATENT_EPS, DeepseekConfig
 from specdec.models.layers import RMSNorm
 from specdec.models.linear import ONLY, Linear
 from specdec.models.making import new_weight
 from specdec.models.mixtures.layer import mlp_of
 from specdec.ops.rope import Rotation
-
-LATENT_EPS = 1e-6  # eps of the norms inside of attention; DeepSeek's code fixes it, and rms_norm_eps is for the other norms
 
 
 class IndexNorm(nn.Module):
@@ -51,11 +49,11 @@ class LatentAttention(nn.Module):
     heads' queries, the indexer's queries.
     weights_proj yields these weights in a quantised model, whose checkpoint may store them unlike the rest (config.py).
     kv_b_proj: expands a latent to each head's keys (first N rows of a head) and values (last V rows).
-    config: this rank's share of the model's.
+    config: this rank's share of the model's.  in_features: width of the input; None: the hidden size.
     limits: from which sizes of a pass on it is computed in another form.
     """
 
-    def __init__(self, config: DeepseekConfig, layer: int) -> None:
+    def __init__(self, config: DeepseekConfig, layer: int, in_features: int | None = None) -> None:
         super().__init__()
         H, C, R, N, V = config.num_heads, config.latent_rank, config.head_dim, config.nope_dim, config.value_dim
         self.config, self.scoring, self.limits = config, Scoring(scale=config.scale), LIMITS
@@ -66,13 +64,13 @@ class LatentAttention(nn.Module):
         parts = {"q": config.q_rank or self.queries, "latent": C + R, "index_key": I, "index_weights": J - apart}
         shard, whole = config.shard, config.shard.size  # latents, and the indexer's choice, are the same on all ranks
         copies = dict.fromkeys(parts, whole) | ({} if config.q_rank else {"q": 1})
-        self.in_proj = Linear.column(config.hidden_size, parts, shard, config.qkv_bias, copies)
+        self.in_proj = Linear.column(in_features or config.hidden_size, parts, shard, config.qkv_bias, copies)
         self.weights_proj = Linear.column(config.hidden_size, {ONLY: J}, shard, False, {ONLY: whole}) if apart else None
-        self.q_a_layernorm = RMSNorm(config.q_rank, LATENT_EPS) if config.q_rank else None
+        self.q_a_layernorm = RMSNorm(config.q_rank, config.latent_eps) if config.q_rank else None
         own_queries = {"q": self.queries, "index_q": J * I}
         self.q_b_proj = Linear.column(config.q_rank, own_queries, shard, False, {"index_q": whole}) if config.q_rank else None
         self.k_norm = IndexNorm(I) if own else None
-        self.kv_a_layernorm = RMSNorm(C, LATENT_EPS)
+        self.kv_a_layernorm = RMSNorm(C, config.latent_eps)
         self.kv_b_proj = Linear.column(C, {ONLY: H * (N + V)}, shard)
         self.kv_b_proj.may_be_lossless = False  # read by head
         self.num_heads = H

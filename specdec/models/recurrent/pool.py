@@ -1,6 +1,6 @@
 """The states of all recurrent layers of a target, addressed by number (see ops/recurrent/states.py).
 
-This module knows no sequence: who reads and writes which number is said by rows (verify/states.py).
+This module knows no sequence: who reads and writes which number is said by rows (specdec/batch/trees/states.py).
 """
 
 from __future__ import annotations

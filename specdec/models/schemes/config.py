@@ -38,7 +38,7 @@ def round_to_nearest(to: str) -> Quantization:
 
 def head_to_nearest(to: str) -> Quantization:
     """What `draft_quantize="fp8"` or "int4" makes of a draft head's ordinary weights: its output layer is rounded too."""
-    rule = Rule("regex", r"(.+\.)?(\w+_proj|fc|lm_head)$")
+    rule = Rule("regex", r"(.+\.)?((?!kv_b)\w+_proj(_with_mqa)?|fc|lm_head)$")
     return Quantization(AT_LOAD, ((rule, ROUNDED[to]),), setting="draft_quantize")
 
 

@@ -9,7 +9,7 @@ Shapes: V draft vocabulary, Q query heads, K key and value heads, D head dimensi
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import cast
 
 import torch
@@ -74,6 +74,7 @@ def spec_of(config: ModelConfig, aux_layers: tuple[int, ...], vocab: int, run: H
     scaled to a longer context name the original one themselves, so that their angles do not depend on it.
     """
     over_blocks = not KINDS[run.kind].reads_pairs
+    config = with_plain_heads(config)
     shape = replace(
         config, num_layers=run.layers, layer_kinds=(), kv_source=(), tie_embeddings=False, qk_norm=over_blocks, qkv_bias=False,
         o_bias=False, mlp_bias=False, quantization=None, intermediate_size=run.intermediate_size or config.intermediate_size,
@@ -94,6 +95,14 @@ def spec_of(config: ModelConfig, aux_layers: tuple[int, ...], vocab: int, run: H
         block = replace(block, markov=cast(MarkovKind, run.markov), markov_rank=run.markov_rank, confidence="markov")
     owns = run.kind == "p-eagle"
     return replace(spec, block=block, own_embeddings=owns, own_lm_head=owns or vocab < config.vocab_size)
+
+
+def with_plain_heads(config: ModelConfig) -> ModelConfig:
+    """The same sizes with ordinary heads, as wide as what a target with latent attention rotates of its own."""
+    if not config.keeps_latents:
+        return config
+    plain = {each.name: getattr(config, each.name) for each in fields(ModelConfig)}
+    return ModelConfig(**plain | {"family": "llama", "latent_rank": 0, "indexer": None})
 
 
 def _fill(module: nn.Module, name: str, generator: torch.Generator) -> None:

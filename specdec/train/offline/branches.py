@@ -9,7 +9,6 @@ J levels of a branch's own pairs, H hidden size, F target feature size.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -33,7 +32,7 @@ class KeptPairs:
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __call__(self, layer: int, inputs: LayerInputs, rows_R: Tensor | None = None, scoring: Scoring = PLAIN) -> Tensor:
-        assert rows_R is None and scoring is PLAIN, "EAGLE heads have plain scores"
+        assert rows_R is None and scoring == Scoring(scale=scoring.scale), "EAGLE heads have plain scores"
         q, k, v = (per_row(x, 1) for x in inputs.dense())
         self.kept[layer] = k[0], v[0]
         return attend_rows(q, k, v, self.kinds[layer], scoring).transpose(1, 2).flatten(0, 1)
@@ -55,7 +54,7 @@ class BranchPairs:
         self.own = {layer: (k.take_along_dim(at, 1), v.take_along_dim(at, 1)) for layer, (k, v) in self.own.items()}
 
     def __call__(self, layer: int, inputs: LayerInputs, rows_R: Tensor | None = None, scoring: Scoring = PLAIN) -> Tensor:
-        assert rows_R is None and scoring is PLAIN, "EAGLE heads have plain scores"
+        assert rows_R is None and scoring == Scoring(scale=scoring.scale), "EAGLE heads have plain scores"
         (k_NTD, v_NTD), kind, (P, K) = self.text.kept[layer], self.text.kinds[layer], (len(self.places_P), self.topk)
         q, k, v = (x.unflatten(0, (P, K)) for x in inputs.dense())
         before = self.own.get(layer)
@@ -63,7 +62,7 @@ class BranchPairs:
             x[:, :, None] if before is None else torch.cat((before[i], x[:, :, None]), dim=2) for i, x in enumerate((k, v))
         )
         self.own[layer] = k_PKJND, v_PKJND
-        q = q.unflatten(2, (k.shape[2], -1)).float() / math.sqrt(q.shape[-1])
+        q = q.unflatten(2, (k.shape[2], -1)).float() * scoring.factor(q.shape[-1])
         at_T, at_J = (torch.arange(n, dtype=torch.int64, device=q.device) for n in (k_NTD.shape[1], k_PKJND.shape[2]))
         reads_PT, reads_PJ = at_T < self.places_P[:, None], torch.ones_like(at_J, dtype=torch.bool).expand(P, -1)
         if not kind.reads_all:

@@ -32,7 +32,7 @@ from specdec.attention.segment import AttentionPlan, Segment
 from specdec.attention.sparse.inputs import reads_all
 from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
-from specdec.verify.tables import context_parallel_tables
+from specdec.batch.trees.tables import context_parallel_tables
 
 N, STEPS, J, I, H, E, K = 5, 3, 2, 16, 2, 16, 32
 LAYOUT = SparseLatentLayout(LatentLayout(E, K - E, torch.float32), I, torch.float32)

@@ -29,7 +29,7 @@ from specdec.attention.plan import causal_segment, prefix_segment
 from specdec.attention.segment import AttentionPlan
 from specdec.attention.state import AttentionState
 from specdec.batch.tree import DraftTree
-from specdec.verify.tables import path_tables
+from specdec.batch.trees.tables import path_tables
 
 DTYPE = torch.bfloat16 if HAS_GPU else torch.float16
 ALL_AT_ONCE, ONE_BLOCK_EACH = 1, 10**6  # how many programs the GPU is said to run: few take all KV blocks, many take one

@@ -18,7 +18,6 @@ from toolkit.parallel.decoders import fill_with_nan, with_ranks
 from toolkit.unlike.targets import TARGETS
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
-from specdec.draft.assistant import worker
 from specdec.ops.noise.gumbel import gumbel_noise
 
 assert ASSISTANTS and TARGETS  # which these imports give the zoo
@@ -39,7 +38,7 @@ def test_every_node_equals_its_own_path(
     settings = {"prefix_caching": True} if is_known else {}
     spec = SpecConfig(*shape)
     decoder, requests = running_decoder(zoo, target, drafter, spec, page_size, batch, is_known=is_known, **settings)
-    drawn = draw(decoder, spec, batch, monkeypatch, worker)
+    drawn = draw(decoder, spec, batch, monkeypatch)
     for row, request in enumerate(requests):
         alone = AloneAssistant.of(zoo, target, drafter, request.prompt_ids + request.output.token_ids)
         assert spec.topk == 1 or max(row_errors(drawn, row, alone)) < TOLERANCE
@@ -50,7 +49,7 @@ def test_sampled_rows_are_drafted_with_the_target_s_noise(zoo: Zoo, monkeypatch:
     """Keeps out: noise of another position or level, by which drafts would be other tokens.  The rule is written out anew."""
     spec, temperatures = SpecConfig(4, 1, 5), (0.8, 0.0, 1.4)
     decoder, requests = running_decoder(zoo, "gemma", "assistant", spec, 4, 3, temperatures)
-    drawn = draw(decoder, spec, 3, monkeypatch, worker)
+    drawn = draw(decoder, spec, 3, monkeypatch)
     for row, (request, temperature) in enumerate(zip(requests, temperatures, strict=True)):
         text = request.prompt_ids + request.output.token_ids
         alone = AloneAssistant.of(zoo, "gemma", "assistant", text)

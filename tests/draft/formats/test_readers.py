@@ -16,7 +16,7 @@ from toolkit.checkpoints.load import load_target, read_target_config
 from toolkit.heads import writers
 from toolkit.heads.block_parts import BlockOptions, random_block_parts
 from toolkit.heads.block_writers import BLOCK_WRITERS
-from toolkit.heads.parts import YARN, Options, random_parts
+from toolkit.heads.parts import YARN, Latents, Options, random_parts
 from toolkit.heads.writers import Files
 from toolkit.models import Zoo
 
@@ -29,6 +29,8 @@ from specdec.models.config import RopeConfig
 
 CPU, F64 = torch.device("cpu"), torch.float64
 FULL = dict(draft_vocab=40)
+LATENTS = Latents()
+LATENT_YARN = {**YARN, "mscale": 1.0, "mscale_all_dim": 0.8}
 WIDE = dict(hidden=48, own_embeddings=True)  # not as wide as its target
 CASES: list[tuple[Callable[..., Files], dict[str, Any]]] = [
     (writers.safeailab, {}),
@@ -51,6 +53,15 @@ CASES: list[tuple[Callable[..., Files], dict[str, Any]]] = [
     (partial(writers.modelopt, generation="midlayer"), dict(FULL, own_lm_head=False)),
     (partial(writers.modelopt, generation="midlayer.0"), dict(layers=2, own_embeddings=True, bias=True)),
     (partial(writers.modelopt, generation="deep"), dict(WIDE, layers=2)),
+    (writers.modelopt_latent, dict(latent=LATENTS)),
+    (writers.modelopt_latent, dict(latent=LATENTS, layers=3, rope=LATENT_YARN, aux=(0, 1, 2, 3), own_embeddings=True)),
+    (partial(writers.modelopt_latent, generation="midlayer"), dict(FULL, latent=Latents(None, interleaved=False))),
+    (partial(writers.modelopt_latent, generation="midlayer.0"), dict(WIDE, latent=LATENTS, layers=2)),
+    (writers.torchspec, dict(latent=LATENTS, own_embeddings=True)),
+    (writers.torchspec, dict(FULL, latent=LATENTS, own_lm_head=False, rope=LATENT_YARN)),
+    (writers.torchspec, dict(WIDE, latent=Latents(None), before_residual=True)),
+    (partial(writers.torchspec, for_vllm=True), dict(latent=LATENTS, feature_norm="each", recycles_normed=True)),
+    (partial(writers.torchspec, for_vllm=True), dict(latent=LATENTS, layers=2, aux=(0, 2))),
 ]  # fmt: skip
 
 
@@ -62,7 +73,7 @@ def test_reading_back(zoo: Zoo, tmp_path: Path, write: Callable[..., Files], opt
     target = load_target(where, read_target_config(where), 64, CPU, F64)
     opened = open_head(folder, target.config)
     spec = opened.parsed.spec
-    assert spec.format == opened.format.name == getattr(write, "func", write).__name__
+    assert spec.format == opened.format.name == getattr(write, "func", write).__name__.removesuffix("_latent")
     assert (spec.kind, spec.aux_layers) == ("eagle3" if o.aux else "eagle1", o.aux)
     assert (spec.feature_norm, spec.norm_before_residual) == (o.feature_norm, o.before_residual)
     assert (spec.recycles_normed, spec.norms_logits) == (o.recycles_normed, o.norms_logits)

@@ -24,6 +24,7 @@ TEXTS = [  # target, drafter, shape, settings
     ("mistral", "model-llama", ("auto", 1, 5), {"page_size": 4}),
     ("mistral", "model-mixed", (4, 1, 5), {"page_size": 4, "prefill_chunk": 5}),
     ("qwen2", "model-differential", (3, 3, 12), {"page_size": 16}),
+    ("mistral", "model-latent", ("auto", 2, 6), {"page_size": 4, "prefix_caching": True, "prefill_chunk": 5}),
     ("words", "model-more-ids", (4, 4, 16), {"page_size": 16, "prefix_caching": True}),
     ("words", "model-fewer-ids", (4, 1, 5), {"page_size": 4}),
     ("bytes", "model-permuted", (3, 2, 7), {"page_size": 4, "prefix_caching": True}),

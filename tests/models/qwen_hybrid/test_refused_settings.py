@@ -50,7 +50,7 @@ def test_states_take_what_is_planned(zoo: Zoo) -> None:
     """Keeps out: a plan that leaves memory for pages which the states take."""
     settings = zoo.decoder("qwen3_next", "eagle1", SpecConfig(3, 4, 12), prefix_caching=True).settings
     config = zoo.decoder("qwen3_next", None, None).model.config
-    plan = plan_states(config, settings, memory=1e6)
+    plan = plan_states([config], settings, memory=1e6)
     assert plan is not None and config.recurrent is not None and plan.kept > 0
     sizes = plan.numbers, plan.with_nodes, plan.nodes
     pool = StatePool(config.recurrent, config.recurrent_layers, *sizes, settings.dtype, "cpu")

@@ -11,6 +11,8 @@ from specdec.attention.pages import PageTable
 from specdec.batch.emitted import NewTokens
 from specdec.batch.masks import BitMasks, masked_logits
 from specdec.batch.tree import DraftTree
+from specdec.batch.trees.states_triton import launch_commit_states, launch_state_numbers
+from specdec.batch.trees.tables_triton import launch_path_tables
 from specdec.draft.block.dflash2.children_triton import launch_best_children
 from specdec.draft.block.dflash2.convolve_triton import launch_convolve, launch_convolve_add_norm
 from specdec.draft.block.rounds.correct_triton import launch_corrected_logits, launch_greedy_chain
@@ -38,8 +40,6 @@ from specdec.parallel.scan_triton import launch_scan_ranks
 from specdec.parallel.symmetric.flat_triton import launch_flat
 from specdec.parallel.symmetric.rows_triton import launch_rows
 from specdec.verify.accept_triton import launch_accept
-from specdec.verify.states_triton import launch_commit_states, launch_state_numbers
-from specdec.verify.tables_triton import launch_path_tables
 from toolkit.ahead.made import HIDDEN, PAGE, VOCABULARY, counts, floats, halves, here, ids, inbox_of
 
 

@@ -8,8 +8,9 @@ Shapes: T pairs, H hidden, F features side by side, V target vocabulary.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from safetensors.torch import load_file
@@ -25,6 +26,20 @@ from toolkit.oracles.heads import linear, rms_norm, rotate
 
 Tensors = dict[str, Tensor]
 YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+
+
+class Latents(NamedTuple):
+    """Sizes of latent attention (MLA).  q: rank of the queries' latent; None: they have none.  kv: rank of the shared latent.
+
+    nope, rope, value: of each head.  interleaved: whether rotated pairs lie side by side.
+    """
+
+    q: int | None = 20
+    kv: int = 16
+    nope: int = 6
+    rope: int = 4
+    value: int = 8
+    interleaved: bool = True
 
 
 @dataclass(frozen=True)
@@ -54,6 +69,7 @@ class Options:
     fc_bias: bool = True
     own_embeddings: bool = False
     own_lm_head: bool = True
+    latent: Latents | None = None
 
 
 @dataclass(frozen=True)
@@ -111,7 +127,32 @@ class Parts:
         gate, up = (linear(normed, w[f"{at}.mlp.{name}_proj.weight"]) for name in ("gate", "up"))
         return x + linear(gate * gate.sigmoid() * up, w[f"{at}.mlp.down_proj.weight"])
 
+    def _latent_attention(self, at: str, x: Tensor, latent: Latents) -> Tensor:
+        """By the definition: every head has keys and values of its own, and one scale for all layers."""
+        o, w, T = self.options, self.tensors, x.shape[0]
+        if latent.q is None:
+            q = linear(x, w[f"{at}.q_proj.weight"])
+        else:
+            q = linear(
+                rms_norm(linear(x, w[f"{at}.q_a_proj.weight"]), w[f"{at}.q_a_layernorm"], o.eps), w[f"{at}.q_b_proj.weight"]
+            )
+        q_nope, q_rope = q.view(T, o.heads, -1).split([latent.nope, latent.rope], -1)
+        kv, k_rope = linear(x, w[f"{at}.kv_a_proj_with_mqa.weight"]).split([latent.kv, latent.rope], -1)
+        kv = linear(rms_norm(kv, w[f"{at}.kv_a_layernorm"], o.eps), w[f"{at}.kv_b_proj.weight"]).view(T, o.heads, -1)
+        k_nope, v = kv.split([latent.nope, latent.value], -1)
+        turned = [
+            y if not latent.interleaved else torch.cat((y[..., ::2], y[..., 1::2]), -1) for y in (q_rope, k_rope[:, None])
+        ]
+        frequencies, factor = _rope(o)
+        q_rope, k_rope = (rotate(y, frequencies) * factor for y in turned)
+        q, k = torch.cat((q_nope, q_rope), -1), torch.cat((k_nope, k_rope.expand(-1, o.heads, -1)), -1)
+        scores = torch.einsum("qhd,khd->hqk", q, k) * latent_scale(o)
+        weights = scores.masked_fill(~causal_mask(T, T), -torch.inf).softmax(-1)
+        return linear(torch.einsum("hqk,khd->qhd", weights, v).reshape(T, -1), w[f"{at}.o_proj.weight"])
+
     def _attention(self, at: str, x: Tensor) -> Tensor:
+        if self.options.latent is not None:
+            return self._latent_attention(at, x, self.options.latent)
         o, w, T = self.options, self.tensors, x.shape[0]
         q, k, v = (linear(x, w[f"{at}.{n}_proj.weight"], w.get(f"{at}.{n}_proj.bias")).view(T, -1, o.head_dim) for n in "qkv")
         if o.qk_norm:
@@ -124,12 +165,20 @@ class Parts:
         return linear(out, w[f"{at}.o_proj.weight"], w.get(f"{at}.o_proj.bias"))
 
 
+def latent_scale(o: Options) -> float:
+    """Of the softmax, in which YaRN's temperature is squared, as of DeepSeek's own code."""
+    assert o.latent is not None
+    scale, all_dim = (o.latent.nope + o.latent.rope) ** -0.5, o.rope.get("mscale_all_dim", 0)
+    return scale * (0.1 * all_dim * math.log(o.rope["factor"]) + 1) ** 2 if all_dim else scale
+
+
 def _rope(o: Options) -> tuple[Tensor, float]:
     """(angles per position, factor on cosines and sines), as transformers computes them."""
+    D = o.head_dim if o.latent is None else o.latent.rope
     if o.rope["rope_type"] == "default":
-        return 1.0 / o.rope["rope_theta"] ** (torch.arange(0, o.head_dim, 2).float() / o.head_dim), 1.0
+        return 1.0 / o.rope["rope_theta"] ** (torch.arange(0, D, 2).float() / D), 1.0
     config = LlamaConfig(
-        hidden_size=o.heads * o.head_dim, num_attention_heads=o.heads, head_dim=o.head_dim, rope_parameters=o.rope,
+        hidden_size=o.heads * D, num_attention_heads=o.heads, head_dim=D, rope_parameters=o.rope,
         max_position_embeddings=o.max_position,
     )  # fmt: skip
     return ROPE_INIT_FUNCTIONS[o.rope["rope_type"]](config, "cpu")
@@ -142,8 +191,11 @@ def random_parts(options: Options, seed: int = 0) -> Parts:
     outs = {"q": o.heads * D, "k": o.kv_heads * D, "v": o.kv_heads * D}
     for layer in range(o.layers):
         at, width = f"layers.{layer}", 2 * H if o.aux and not layer else H
-        shapes |= {f"{at}.self_attn.{n}_proj.weight": (out, width) for n, out in outs.items()}
-        shapes[f"{at}.self_attn.o_proj.weight"] = (H, o.heads * D)
+        if o.latent is not None:
+            shapes |= {f"{at}.self_attn.{name}": shape for name, shape in latent_shapes(o.latent, o.heads, width, H).items()}
+        else:
+            shapes |= {f"{at}.self_attn.{n}_proj.weight": (out, width) for n, out in outs.items()}
+            shapes[f"{at}.self_attn.o_proj.weight"] = (H, o.heads * D)
         if o.bias:
             shapes |= {f"{at}.self_attn.{n}_proj.bias": (out,) for n, out in {**outs, "o": H}.items()}
         if o.qk_norm:
@@ -170,6 +222,20 @@ def random_parts(options: Options, seed: int = 0) -> Parts:
         tensors["fc.weight"] *= 0.3  # no norm tames what a step feeds to the next
     pruned = bool(o.aux) and o.draft_vocab != o.vocab
     return Parts(options, tensors, kept_ids(o.vocab, o.draft_vocab) if pruned else None)
+
+
+def latent_shapes(latent: Latents, heads: int, width: int, hidden: int) -> dict[str, tuple[int, ...]]:
+    """The tensors of latent attention over inputs of that width."""
+    queries = heads * (latent.nope + latent.rope)
+    shapes: dict[str, tuple[int, ...]] = {
+        "kv_a_proj_with_mqa.weight": (latent.kv + latent.rope, width), "kv_a_layernorm": (latent.kv,),
+        "kv_b_proj.weight": (heads * (latent.nope + latent.value), latent.kv), "o_proj.weight": (hidden, heads * latent.value),
+    }  # fmt: skip
+    if latent.q is None:
+        return shapes | {"q_proj.weight": (queries, width)}
+    return shapes | {
+        "q_a_proj.weight": (latent.q, width), "q_a_layernorm": (latent.q,), "q_b_proj.weight": (queries, latent.q),
+    }  # fmt: skip
 
 
 def _scaled(name: str, x: Tensor) -> Tensor:

@@ -16,7 +16,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from toolkit.models import MORE_HEADS, Zoo, save_target
+from toolkit.deepseek import save_deepseek
+from toolkit.models import MORE_HEADS, MORE_TARGETS, Zoo, save_target
+from toolkit.recurrent import mamba_targets, more_targets, targets
+
+assert targets and mamba_targets and more_targets  # which these imports give the zoo
 
 
 def save_near(folder: Path, target: Path, noise: float, **changes: Any) -> Path:
@@ -57,6 +61,11 @@ def save_permuted(folder: Path, target: Path, more: int = 16) -> Path:
     return folder
 
 
+def save_latents(folder: Path, target: Path, name: str) -> Path:
+    """A DeepSeek of that name, which keeps latents."""
+    return save_deepseek(folder, name)
+
+
 SMALL = {
     "model-copy": partial(save_near, noise=0.0),
     "model-near": partial(save_near, noise=0.15),
@@ -67,9 +76,20 @@ SMALL = {
     "model-differential": partial(save_other, name="diffllama", num_hidden_layers=2),
     "model-more-ids": partial(save_other, name="llama", num_hidden_layers=2, vocab_size=560),  # for the target "words"
     "model-permuted": save_permuted,  # for the target "bytes"
+    "model-latent": partial(save_latents, name="v3"),  # for targets with ordinary heads
     "model-fewer-ids": partial(save_other, name="llama", num_hidden_layers=2, vocab_size=490),
 }
 MORE_HEADS |= SMALL
+
+
+def save_hybrid(folder: Path, target: Path, name: str) -> Path:
+    """A model of that name, of which the zoo has targets."""
+    return MORE_TARGETS[name](folder)
+
+
+HYBRIDS = [f"hybrid-{name}" for name in ("qwen3_5_text", "lfm2", "nemotron_h", "granitemoehybrid", "falcon_h1")]
+MORE_HEADS |= {kind: partial(save_hybrid, name=kind.removeprefix("hybrid-")) for kind in HYBRIDS}
+MORE_HEADS |= {f"{kind} wide": partial(save_hybrid, name=f"{kind.removeprefix('hybrid-')} wide") for kind in HYBRIDS}
 
 
 class AloneModel:

@@ -126,6 +126,39 @@ def modelopt(parts: Parts, generation: str = "layers") -> Files:
     return config, _named(parts, *renames) | _vocabulary(parts, t2d=False, always=False)
 
 
+def _latent_body(parts: Parts, **more: Any) -> dict[str, Any]:
+    """A config of latent attention, copied from a target's, its experts included."""
+    o, latent = parts.options, parts.options.latent
+    assert latent is not None
+    body = {key: value for key, value in _body(parts).items() if key not in ("head_dim", "num_key_value_heads")}
+    return body | {
+        "architectures": ["Eagle3DeepseekV2ForCausalLM"], "model_type": "kimi_k2", "num_key_value_heads": o.heads,
+        "q_lora_rank": latent.q, "kv_lora_rank": latent.kv, "qk_nope_head_dim": latent.nope, "qk_rope_head_dim": latent.rope,
+        "v_head_dim": latent.value, "first_k_dense_replace": 1, "n_routed_experts": 384, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048, "scoring_func": "sigmoid", "num_nextn_predict_layers": 0, **more,
+    } | ({} if latent.interleaved else {"rope_interleave": False})  # fmt: skip
+
+
+def modelopt_latent(parts: Parts, generation: str = "layers") -> Files:
+    """generation: as of `modelopt`."""
+    config, tensors = modelopt(parts, generation)
+    kept = {key: config[key] for key in ("draft_vocab_size", "eagle_config", "rope_theta", "target_hidden_size")}
+    return _latent_body(parts, **kept, rope_scaling=config.get("rope_scaling"), num_return_sequences=1), tensors
+
+
+def torchspec(parts: Parts, for_vllm: bool = False) -> Files:
+    """for_vllm: whether it is the export that vLLM reads, which counts layers from 1."""
+    o = parts.options
+    ids = [layer + for_vllm for layer in o.aux]
+    config = _latent_body(parts, **_old_rope(o.rope), draft_vocab_size=o.draft_vocab, _torchspec_version="0.1") | {
+        "norm_output": o.recycles_normed, "fc_norm": o.feature_norm == "each", "target_hidden_size": o.target_hidden,
+        "norm_before_residual": o.before_residual,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True, "use_mtp_layernorm": False},
+    }  # fmt: skip
+    renames = [(r"^feature_norm\.", "fc_norm.")] + ([] if for_vllm else [(r"^layers\.0\.", "midlayer.")])
+    return config, _named(parts, *renames) | _vocabulary(parts, t2d=True, always=False)
+
+
 WRITERS: dict[str, Callable[[Parts], Files]] = {
     "safeailab": safeailab, "specforge": specforge, "speculators": speculators, "modelopt": modelopt,
 }  # fmt: skip

@@ -1,7 +1,7 @@
 """What a draft of a running batch computed, node by node, and how far that is from the head alone along each node's path."""
 
 from collections.abc import Iterator
-from types import ModuleType
+from inspect import getmodule
 from typing import Any, NamedTuple
 
 import pytest
@@ -58,18 +58,17 @@ def running_decoder(
     return decoder, requests
 
 
-def draw(
-    decoder: SpecDecoder, spec: SpecConfig, batch: int, monkeypatch: pytest.MonkeyPatch, module: ModuleType = worker
-) -> Drawn:
+def draw(decoder: SpecDecoder, spec: SpecConfig, batch: int, monkeypatch: pytest.MonkeyPatch) -> Drawn:
     """Drafts once with the running batch, and records all that the draft computes.
 
-    module: of the drafter's worker.  Steps are those of heads that draft a level a pass from keys of their own.
+    Steps are those of heads that draft a level a pass from keys of their own.
     """
     grown: list[Candidates] = []
     beams, hiddens = [torch.arange(spec.topk, device=decoder.settings.device).expand(batch, -1)], []
     head = decoder.head
     assert head is not None
-    expand, level_of = module.expand, getattr(head, "level", None)
+    home = getmodule(type(Driver(decoder).drafter).draft)  # of the worker that grows trees
+    expand, level_of = worker.expand, getattr(head, "level", None)
 
     def watched_expand(candidates: Candidates, level: int, *rest: Any) -> Any:
         beam = expand(candidates, level, *rest)
@@ -83,13 +82,13 @@ def draw(
         hiddens.append(hidden.view(batch, spec.topk, -1).clone())
         return hidden, logits
 
-    monkeypatch.setattr(module, "expand", watched_expand)
+    monkeypatch.setattr(home, "expand", watched_expand)
     if level_of is not None:
         monkeypatch.setattr(head, "level", watched_level)
     tree = Driver(decoder).draft(batch, spec)
     if spec.topk > 1:
         paths = [paths_of(grown[-1], row) for row in range(batch)]
-        steps = [] if level_of is None else list(zip(beams[:-1], hiddens, strict=True))
+        steps = list(zip(beams[:-1], hiddens, strict=True)) if hiddens else []  # some workers read all levels anew
         return Drawn(paths, grown[-1].scores_BC, steps)
     paths = [[tuple(tokens[1 : n + 1]) for n in range(1, len(tokens))] for tokens in tree.tokens_BN.tolist()]
     return Drawn(paths, None, [(torch.full((batch, 1), step), hidden) for step, hidden in enumerate(hiddens)])

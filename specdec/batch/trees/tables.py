@@ -92,7 +92,7 @@ def path_tables(pages: PageTable, lens_B: Tensor, tree: DraftTree) -> tuple[Tens
     B, N = tree.tokens_BN.shape
     width = min(N, tree.max_depth + 1)
     if use_index_kernels(lens_B):
-        from specdec.verify.tables_triton import launch_path_tables
+        from specdec.batch.trees.tables_triton import launch_path_tables
 
         return launch_path_tables(pages, lens_B, tree.parents_BN, width)
     nodes_N, mask_BNN = torch.arange(N, dtype=torch.int64, device=lens_B.device), tree.mask_BNN

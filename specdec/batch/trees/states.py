@@ -56,7 +56,7 @@ class StateRows:
     def tree_steps(self, state: BatchState, tree: DraftTree) -> TreeSteps:
         """What a pass over these trees reads and writes.  Rows that don't run touch no state."""
         if use_index_kernels(self.count_B):
-            from specdec.verify.states_triton import launch_state_numbers
+            from specdec.batch.trees.states_triton import launch_state_numbers
 
             read_B, write_B, count_B = launch_state_numbers(state.active_B, self.numbers_B3, self.count_B)
         else:
@@ -70,7 +70,7 @@ class StateRows:
         path_BE: int64 nodes from the root on.  accepted_B: how many come after the root.
         """
         if use_index_kernels(self.count_B):
-            from specdec.verify.states_triton import launch_commit_states
+            from specdec.batch.trees.states_triton import launch_commit_states
 
             launch_commit_states(state.active_B, path_BE, accepted_B, *self.tensors())
             return
@@ -93,6 +93,20 @@ class StateRows:
         """The parts have been added to the states that their rows read next."""
         numbers_R3 = self.numbers_B3.index_select(0, prompts.rows_B)
         self.numbers_B3.index_copy_(0, prompts.rows_B, turned(numbers_R3, numbers_R3[:, 1] != TRASH))
+
+    def next_steps(self, prompts: RaggedPrompts) -> TreeSteps:
+        """What a pass over the one token after each part reads and writes, once the parts `ran`."""
+        read_B, write_B, _ = self.numbers_B3.index_select(0, prompts.rows_B).T.contiguous().unbind(0)
+        nothing_BE = self.path_BE.new_zeros(read_B.shape[0], self.path_BE.shape[1])
+        count_B = self.count_B.new_zeros(read_B.shape[0])
+        return TreeSteps(read_B, write_B, nothing_BE[:, :1].contiguous(), 0, True, nothing_BE, count_B)
+
+    def ran_next(self, prompts: RaggedPrompts) -> None:
+        """The tokens after the parts that end a prompt are pending now, in the states that the pass has written."""
+        numbers_R3, ends_R = self.numbers_B3.index_select(0, prompts.rows_B), prompts.final_B > 0
+        self.numbers_B3.index_copy_(0, prompts.rows_B, turned(numbers_R3, ends_R & (numbers_R3[:, 1] != TRASH)))
+        self.path_BE.index_fill_(0, prompts.rows_B, 0)
+        self.count_B.index_copy_(0, prompts.rows_B, prompts.final_B)
 
     # ---- what changes rows ----
 

@@ -1,0 +1,1 @@
+"""What a pass over trees reads and writes, by row and by node: slots, positions, recurrent states.  It knows no model."""
