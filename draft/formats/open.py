@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from specdec.draft.formats.detect import FORMATS, detect
-from specdec.draft.formats.empty import wanted_tensors
+from specdec.draft.formats.empty import own_matrices, wanted_tensors
 from specdec.draft.formats.reading import HeadFiles, HeadFormat, ParsedHead, check_tensors
 from specdec.draft.formats.spec import HeadSpec
 from specdec.models.checkpoints.checkpoint import Checkpoint
@@ -90,7 +90,7 @@ def _understood(files: HeadFiles, chosen: HeadFormat, target: ModelConfig | None
         )
     if target is not None and not parsed.spec.own_lm_head and parsed.spec.model.hidden_size != target.hidden_size:
         raise ValueError(f"{folder}: a head of another hidden_size than its target's needs an lm_head.weight of its own")
-    check_tensors(files, parsed, wanted_tensors(parsed.spec, parsed.names))
+    check_tensors(files, parsed, wanted_tensors(parsed.spec, parsed.names), own_matrices(parsed.spec, parsed.names))
     if files.checkpoint.quantization is not None:  # so that ranks are held against groups of columns
         own = replace(parsed.spec.model, quantization=files.checkpoint.quantization)
         parsed = replace(parsed, spec=replace(parsed.spec, model=own))
