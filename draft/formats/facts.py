@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from specdec.draft.formats.empty import wanted_tensors
+from specdec.draft.formats.empty import own_matrices, wanted_tensors
 from specdec.draft.formats.open import OpenHead
 from specdec.draft.formats.spec import HeadSpec
+from specdec.draft.formats.stored import Formats, beside_quantised, formats_of, how_stored, stored_tensors
 from specdec.draft.kind import Facts
+from specdec.models.checkpoints.checkpoint import Checkpoint
 
 UNKNOWN = "not known without --target"
 EAGLE_ONLY = ("norm before fc", "fc bias", "residual", "recycled", "logits read")  # what heads over blocks of context lack
@@ -15,16 +17,30 @@ EAGLE_ONLY = ("norm before fc", "fc bias", "residual", "recycled", "logits read"
 
 def facts_of(opened: OpenHead, is_target_known: bool) -> Facts:
     """is_target_known: whether the head was opened for a target."""
-    parsed = opened.parsed
+    parsed, checkpoint = opened.parsed, opened.files.checkpoint
     is_rope_told = parsed.meanings.get("rope", "as written").startswith("as written")
+    matrices = own_matrices(parsed.spec, parsed.names)
+    formats = formats_of(checkpoint, matrices)
+    stored = stored_tensors(checkpoint, wanted_tensors(parsed.spec, parsed.names), formats)
+    extra = sorted(name for name in beside_quantised(formats) if name in checkpoint)
     return Facts(
         opened.format.name,
         opened.format.title,
-        spec_facts(parsed.spec, is_target_known, is_rope_told),
+        {**spec_facts(parsed.spec, is_target_known, is_rope_told), "weights": _weights(checkpoint, matrices, formats)},
         dict(parsed.meanings),
-        {name: list(shape) for name, shape in wanted_tensors(parsed.spec, parsed.names).items()},
-        dict(parsed.beside),
+        {name: list(shape) for name, shape in stored.items()},
+        {**parsed.beside, **dict.fromkeys(extra, "beside quantised values; inputs of products stay in 16 bits or more")},
     )
+
+
+def _weights(checkpoint: Checkpoint, matrices: list[str], formats: Formats) -> str:
+    """How the head's own matrices are stored, by the head's own scheme; those that it leaves alone by name."""
+    plain = [name for name in matrices if name not in formats]
+    if not formats:
+        return ", ".join(how_stored(checkpoint, plain, formats))
+    assert checkpoint.quantization is not None
+    quantised = f"{', '.join(how_stored(checkpoint, formats, formats))} ({checkpoint.quantization.method})"
+    return f"{quantised}; {', '.join(how_stored(checkpoint, plain, formats))}: {', '.join(plain)}" if plain else quantised
 
 
 def spec_facts(spec: HeadSpec, is_target_known: bool, is_rope_told: bool) -> dict[str, Any]:
