@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from specdec.draft.formats.empty import class_of, empty_head, fill_own
+from specdec.draft.formats.facts import weights_of
 from specdec.draft.formats.open import AS_FOUND, HowToRead, OpenHead, open_head
 from specdec.draft.head import DraftHead
 from specdec.draft.kind import OpenDrafter
@@ -35,6 +36,10 @@ class HeadDrafter(OpenDrafter):
 
     def load(self, target: Target, max_positions: int, device: torch.device, dtype: torch.dtype) -> DraftHead:
         return build_head(self.opened, target, max_positions, device, dtype)
+
+    @property
+    def stored_as(self) -> str:
+        return weights_of(self.opened)
 
     def unkept(self, target: Checkpoint) -> set[str]:
         """Copies of the target's are given back once they were compared with it, but for one of a matrix in 8 or 4 bits."""
