@@ -129,12 +129,12 @@ def _understood(files: HeadFiles, chosen: HeadFormat, target: ModelConfig | None
 def _of_kind(scheme: Quantization | None, spec: HeadSpec) -> Quantization | None:
     """The scheme as a head of that kind means it.
 
-    Runtimes make of a head over blocks of context the layers alone in few bits, whatever `ignore` says; so what stands beside
-    the layers is in the scheme where its tensors are.
+    Runtimes make of a head over blocks of context the seven projections of its layers alone in few bits, whatever `ignore`
+    says; so any other matrix is in the scheme where its tensors are.
     """
     if scheme is None or scheme.setting or spec.reads_pairs:
         return scheme
-    return replace(scheme, optional=(*scheme.optional, Rule("regex", r"(?!layers\.|lm_head)")))
+    return replace(scheme, optional=(*scheme.optional, Rule("regex", r"(?!layers\.\d+\.(self_attn|mlp)\.|lm_head)")))
 
 
 def windowed(spec: HeadSpec) -> HeadSpec:

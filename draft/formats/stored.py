@@ -54,6 +54,10 @@ def expect_shapes(checkpoint: Checkpoint, wanted: Shapes, formats: Formats, keys
         if format is None or not format.packs:
             checkpoint.expect(name, shape, keys(name))
             checkpoint.expect_kind(name, "floating-point numbers")
+        if format is None and (dtype := checkpoint.dtype(name)).startswith("F8"):
+            missing = "quantization_config in config.json, by which such numbers are scaled"
+            wanted_there = missing if checkpoint.quantization is None else "that of what config.json leaves unquantised"
+            raise checkpoint.refuse(name, f"must hold numbers of 16 or more bits, got {dtype}; expected {wanted_there}")
 
 
 def how_stored(checkpoint: Checkpoint, matrices: Iterable[str], formats: Formats) -> list[str]:

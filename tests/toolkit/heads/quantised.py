@@ -132,8 +132,7 @@ def draft_scores(head: DraftHead, walks: bool = True) -> torch.Tensor:
 
     walks: whether those of a block are along a text, with what the head adds for the token before.
     """
-    weight = head.norm.weight if hasattr(head, "norm") else head.fc.weight
-    assert isinstance(weight, torch.Tensor)
+    weight = head.embed_tokens.weight
     generator, at = torch.Generator().manual_seed(5), {"device": weight.device}
     ids = torch.randint(40, (9,), generator=generator).to(**at)
     features = torch.randn(9, head.feature_size, generator=generator).to(weight.dtype).to(**at)
