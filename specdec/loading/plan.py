@@ -157,8 +157,7 @@ def plan_memories(
         experts=experts_line(config, settings),
         refusal=_refusal(config, settings),
         passed_over=pair.checkpoint.passed_over_bytes,
-        drafter=models.called,
-        draft_weights=pair.drafter.stored_as if pair.drafter else "",
+        **_of_drafter(pair, models),
     )
 
     def holds(length: int) -> bool:
@@ -172,6 +171,11 @@ def plan_memories(
         return plan._replace(memory=memory, longest=longest, widest=widest)
 
     return [on(memory) for memory in memories]
+
+
+def _of_drafter(pair: CheckedPair, models: CountedModels) -> dict[str, str]:
+    """What a plan says of a drafter with weights."""
+    return {"drafter": models.called, "draft_weights": pair.drafter.stored_as if pair.drafter else ""}
 
 
 def _refusal(config: ModelConfig, settings: EngineSettings) -> str:

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from toolkit.checkpoints.load import load_target, read_target_config
 from toolkit.checkpoints.plans import plan_memory
+from toolkit.heads.compressed import compressed_by_its_own
 from toolkit.heads.quantised import KINDS, MATRIX, WIDE, draft_scores, head_files, rewritten, save_both
 from toolkit.heads.writers import save
 from toolkit.models import Zoo
-from toolkit.oracles.compressed import compressed_by_its_own
 from toolkit.oracles.quantised import SCHEMES
 
 from specdec import SpecConfig, SpecDecoder

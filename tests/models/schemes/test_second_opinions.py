@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from toolkit.heads.compressed import compressed_by_its_own
 from toolkit.models import save_target
-from toolkit.oracles.compressed import compressed_by_its_own
 from toolkit.oracles.quantised import SCHEMES, SIZES, save_quantised
 
 from specdec.models.checkpoints.checkpoint import Checkpoint
