@@ -173,7 +173,7 @@ def plan_memories(
     return [on(memory) for memory in memories]
 
 
-def _of_drafter(pair: CheckedPair, models: CountedModels) -> dict[str, str]:
+def _of_drafter(pair: CheckedPair, models: CountedModels) -> dict[str, Any]:
     """What a plan says of a drafter with weights."""
     return {"drafter": models.called, "draft_weights": pair.drafter.stored_as if pair.drafter else ""}
 

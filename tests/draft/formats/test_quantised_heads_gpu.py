@@ -18,8 +18,8 @@ from specdec.models.linear import Linear
 
 pytestmark = pytest.mark.gpu
 
-SIZES = dict(hidden_size=2048, intermediate_size=4096, num_attention_heads=16, num_key_value_heads=4, head_dim=128)
-OF_HEAD = dict(hidden=2048, target_hidden=2048, mlp=4096, heads=16, kv_heads=4, head_dim=128)
+SIZES = dict(hidden_size=1024, intermediate_size=1024, num_attention_heads=8, num_key_value_heads=2, head_dim=128)
+OF_HEAD = dict(hidden=1024, target_hidden=1024, mlp=2048, heads=8, kv_heads=2, head_dim=128)
 SPECS = {
     "eagle3": SpecConfig(5, 4, 16),
     "p-eagle": SpecConfig(5, 1, 6),
