@@ -14,12 +14,13 @@ from safetensors.torch import load_file, save_file
 from toolkit.checkpoints.load import load_target, read_target_config
 from toolkit.checkpoints.plans import plan_memory
 from toolkit.heads.compressed import compressed_by_its_own
+from toolkit.heads.parts import shipped_parts
 from toolkit.heads.quantised import KINDS, MATRIX, WIDE, draft_scores, head_files, rewritten, save_both
-from toolkit.heads.writers import save
+from toolkit.heads.writers import WRITERS, save
 from toolkit.models import Zoo
 from toolkit.oracles.quantised import SCHEMES
 
-from specdec import SpecConfig, SpecDecoder
+from specdec import SamplingParams, SpecConfig, SpecDecoder, shipped
 from specdec.cli.entry import main
 from specdec.draft.formats.open import HowToRead, open_head
 from specdec.draft.load import load_head
@@ -92,6 +93,27 @@ def test_matrices_beside_the_layers_of_block_heads_are_read_as_they_are(tmp_path
     eagle = save_both(tmp_path / "eagle", "eagle3", SCHEMES["nvfp4"], zoo, said=False)[0]
     with pytest.raises(ValueError, match="' is not quantised .F32., but by config.json .* in nvfp4.* or named in ignore"):
         open_head(eagle, None)
+
+
+@pytest.mark.parametrize("preset", ["FP8_DYNAMIC", "NVFP4A16"])
+def test_a_trained_head_drafts_nearly_as_well(tmp_path: Path, preset: str, recwarn: pytest.WarningsRecorder) -> None:
+    """Keeps out: a first look that finds fault with sound heads in few bits, or values that are only nearly those meant."""
+    pytest.importorskip("compressed_tensors")
+    config, tensors = WRITERS["safeailab"](shipped_parts())
+    matrices = {name.removesuffix(".weight"): x.float() for name, x in tensors.items() if MATRIX.search(name)}
+    written, scheme, _ = compressed_by_its_own(matrices, preset, ["lm_head"], tmp_path)
+    rest = {name: x for name, x in tensors.items() if name.removesuffix(".weight") not in matrices}
+    few = save(tmp_path / "few", (config | {"quantization_config": scheme}, rest | written))
+    plain = save(tmp_path / "plain", (config, tensors))
+    made = []
+    for folder in (plain, few):
+        with SpecDecoder.from_pretrained(
+            shipped.target_folder(), folder, SpecConfig(5, 4, 16), device="cpu", dtype="float32", max_seq_len=256
+        ) as one:
+            (out,) = one.generate(["Once upon a time there was a little dog"], SamplingParams(max_tokens=96))
+            made.append((out.token_ids, out.stats.accepted / out.stats.rounds))
+    assert not [each for each in recwarn if "smoke=False" in str(each.message)]
+    assert made[0][0] == made[1][0] and made[1][1] > 0.85 * made[0][1] > 0.85
 
 
 # ---- broken files ----
