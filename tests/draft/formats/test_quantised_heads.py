@@ -102,3 +102,17 @@ def test_the_scheme_is_the_head_s_own(tmp_path: Path, zoo: Zoo, of_target: str, 
         kinds = {"none": set(), "fp8 channel": {"e4m3"}, "w4a16 g128": {"int4"}}
         assert (quantised_of(one.model), quantised_of(one.head)) == (kinds[of_target], kinds[of_head])
         assert one.head.lm_head.quantised is None and one.head.fc.quantised is None  # which the config's ignore names
+
+
+@pytest.mark.parametrize("scheme", ["w4a16 g128", "modelopt fp8"])
+def test_a_small_model_in_few_bits_drafts(tmp_path: Path, zoo: Zoo, scheme: str) -> None:
+    """Keeps out: a small model under its target's scheme, and a head's reading of a model's files."""
+    twin = save_target(tmp_path / "plain", "llama", **WIDE)
+    made = []
+    for folder in (as_quantised(twin, tmp_path / "few", SCHEMES[scheme]), twin):
+        with decoder(zoo.target("llama"), folder, SpecConfig(3, 2, 6)) as one:
+            outputs = one.generate(PROMPTS, SamplingParams(max_tokens=16))
+            assert isinstance(one.head, torch.nn.Module) and isinstance(one.model, torch.nn.Module)
+            assert bool(quantised_of(one.head)) == (folder != twin) and not quantised_of(one.model)
+        made.append([(out.token_ids, out.stats.rounds, out.stats.accepted) for out in outputs])
+    assert made[0] == made[1] and [ids for ids, *_ in made[0]] == [zoo.greedy("llama", prompt, 16) for prompt in PROMPTS]

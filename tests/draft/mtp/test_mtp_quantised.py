@@ -71,6 +71,7 @@ CASES = [
     ("hy3", "fp8 channel", "all", SpecConfig(3, 1, 4)),
     ("hy3", "fp8 channel", "none", SpecConfig(3, 2, 6)),
     ("ernie", "fp8 channel", "none", SpecConfig(3, 1, 4)),
+    ("mimo", "modelopt nvfp4", "none", SpecConfig(3, 2, 6)),  # whose packed values have the name of the matrix
 ]
 
 
