@@ -78,10 +78,10 @@ CHOSEN: dict[str, list[str]] = {
     "take_columns_kernel": ["tests/ops/test_rows.py::test_columns_in_another_order[torch.bfloat16-shape1-2100]"],
     "prepend_kernel": ["tests/ops/test_rows.py::test_a_column_in_front[3-1]"],
     "tree_convolution_kernel": [
-        "tests/ops/recurrent/test_conv_triton.py::test_trees_equal_the_definition[33-False-dtype3-tiles3]"
+        "tests/ops/recurrent/test_conv_triton.py::test_trees_equal_the_definition[33-False-dtype3-tiles3-False-True]"
     ],
     "chunk_convolution_kernel": [
-        "tests/ops/recurrent/test_conv_triton.py::test_parts_equal_the_definition[lengths0-2-16-dtype0]"
+        "tests/ops/recurrent/test_conv_triton.py::test_parts_equal_the_definition[lengths0-2-16-dtype0-True-True]"
     ],
     "step_rule_kernel": [f"{RULE}::test_trees_equal_the_definition[sizes1-1-chain-6-dtype1]"],
     "tree_nodes_kernel": [],
@@ -210,9 +210,13 @@ CHOSEN: dict[str, list[str]] = {
     "corrected_logits_kernel": ["tests/draft/block/test_correct.py::test_logits[2-9-300-16-dtype2]"],
     "chain_step_kernel": ["tests/draft/block/test_correct.py::test_chains[3-4-129-40-True-dtype2]"],
     "finish_chain_kernel": [],
-    "convolve_kernel": ["tests/draft/block/test_dflash2_kernels.py::test_kernels_equal_their_definitions[shape1-dtype2]"],
+    "convolve_kernel": [
+        "tests/draft/block/test_dflash2_kernels.py::test_kernels_equal_their_definitions[(1, 16, 96, 4, 6)-torch.bfloat16]"
+    ],
     "convolve_add_norm_kernel": [],
-    "best_children_kernel": ["tests/draft/block/test_dflash2_kernels.py::test_the_kernel_of_children[2-5-16-64-3-50-dtype2]"],
+    "best_children_kernel": [
+        "tests/draft/block/test_dflash2_kernels.py::test_the_kernel_of_children[2-5-16-64-3-50-torch.bfloat16]"
+    ],
     "fill_pairs_kernel": ["tests/draft/block/test_tables.py::test_pairs[3-6-10-1100-dtype1]"],
     "paths_kernel": ["tests/draft/join/test_paths.py::test_the_kernel_finds_the_same_paths[9-None-chain]"],
     "join_kernel": ["tests/draft/join/test_join.py::test_the_kernel_finds_the_same_candidates[3]"],

@@ -23,6 +23,7 @@ class Reason(NamedTuple):
 
 
 _JOBS = r"def \w+_kernel\(|gl\.warp_specialize\(|if TILES \* TURNS == 1:"
+_LENGTHS = r"qk_MM, kk_MM = qk_MM \* q_length.*|tl\.store\(own \+ 2 \* P \* P .*"
 REASONS = (
     Reason(
         _JOBS,
@@ -42,6 +43,12 @@ REASONS = (
         r"tl\.store\(out \+ \(row \* H \+ h\) \* V \+ v, out_V.*",
         "a program of fewer columns than threads: several threads hold the same numbers, and write the same",
         within="tl.sum(q_K * k_K, 0)",  # in the kernels of trees of one node
+    ),
+    Reason(
+        _LENGTHS,
+        _LENGTHS,
+        "a number a node, and fewer nodes than threads: several threads hold the same lengths, and write the same",
+        within="def kimi_nodes_kernel(",
     ),
 )
 
