@@ -113,11 +113,13 @@ class OpenDrafter:
     model: it without its weights: which trees it grows, what it needs, and how far it writes.
     checkpoint: what its tensors are; None: it has none.
     is_apart: whether these files are its own, and not its target's.
+    called: what it is, where its memory or its weights are spoken of.
     own_text: where the tokenizer of its own is; None: it has none, and its tokens are the target's.
     """
 
     checkpoint: Checkpoint | None = None
     is_apart = False
+    called = "draft head"
     own_text: Path | None = None
 
     def __init__(self, model: DraftModel) -> None:
@@ -134,6 +136,11 @@ class OpenDrafter:
     def unkept(self, target: Checkpoint) -> set[str]:
         """The checkpoint's tensors that take no memory once it is loaded beside the target."""
         return set()
+
+    @property
+    def stored_as(self) -> str:
+        """How its weights are stored, in words; empty: it has none."""
+        return ""
 
     @property
     def added_values(self) -> int:

@@ -12,13 +12,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from specdec.draft.formats.empty import class_of, empty_head
+from specdec.draft.formats.empty import class_of, empty_head, fill_own
+from specdec.draft.formats.facts import weights_of
 from specdec.draft.formats.open import AS_FOUND, HowToRead, OpenHead, open_head
-from specdec.draft.formats.parts import fill
 from specdec.draft.head import DraftHead
 from specdec.draft.kind import OpenDrafter
 from specdec.models.checkpoints.checkpoint import Checkpoint
-from specdec.models.checkpoints.loader import build, copy_, fill_dense, fill_linear
+from specdec.models.checkpoints.loader import build
 from specdec.models.config import ModelConfig
 from specdec.models.sharding import join, share_of
 from specdec.models.target import Target
@@ -36,6 +36,10 @@ class HeadDrafter(OpenDrafter):
 
     def load(self, target: Target, max_positions: int, device: torch.device, dtype: torch.dtype) -> DraftHead:
         return build_head(self.opened, target, max_positions, device, dtype)
+
+    @property
+    def stored_as(self) -> str:
+        return weights_of(self.opened)
 
     def unkept(self, target: Checkpoint) -> set[str]:
         """Copies of the target's are given back once they were compared with it, but for one of a matrix in 8 or 4 bits."""
@@ -64,24 +68,15 @@ def build_head(opened: OpenHead, target: Target, max_positions: int, device: tor
     spec, checkpoint = parsed.spec, files.checkpoint
     own = replace(spec, model=share_of(spec.model, target.config.shard, "draft head"))
     head = build(lambda: class_of(spec.kind)(own, max_positions), device, dtype, late=checkpoint.quantization is not None)
-    fill(head.parts(parsed.names), checkpoint)
-    if spec.own_embeddings:
-        copy_(head.embed_tokens.weight, checkpoint, "embed_tokens.weight")
-    else:
+    fill_own(head, parsed, checkpoint)
+    checkpoint.finish()
+    if not spec.own_embeddings:
         head.embed_tokens = target.embed_tokens
-    if spec.own_lm_head and parsed.copies:  # what is shared with the target is not rounded for the head alone
-        fill_dense(head.lm_head, checkpoint, "lm_head")
-    elif spec.own_lm_head:
-        fill_linear(head.lm_head, checkpoint, "lm_head")
-    else:
+    if not spec.own_lm_head:
         head.share_lm_head(target)
     if parsed.copies:
         _share_copies(head, target, files.folder)
     head.d2t_V = _offsets(spec.draft_ids, target.embed_tokens.weight.device)
-    checkpoint.ignore_endings("rotary_emb.inv_freq")
-    for name in parsed.beside:
-        checkpoint.ignore(name)
-    checkpoint.finish()
     join(head, target.group)
     return head
 

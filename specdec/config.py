@@ -164,10 +164,14 @@ class SpecConfig:
         return (*chains, *trees)
 
     @property
+    def numbers(self) -> tuple[int | str, ...]:
+        """S, k and nd, and max_depth where it has one: how records name a shape."""
+        return (self.num_steps, self.topk, self.num_draft_tokens, *(() if self.max_depth is None else (self.max_depth,)))
+
+    @property
     def label(self) -> str:
-        """S,k,nd, and max_depth where it has one: how tables name a shape."""
-        depth = "" if self.max_depth is None else f",{self.max_depth}"
-        return f"{self.num_steps},{self.topk},{self.num_draft_tokens}{depth}"
+        """The same as tables write it."""
+        return ",".join(map(str, self.numbers))
 
     @property
     def lookahead(self) -> int:

@@ -1,7 +1,10 @@
 """Milliseconds a round of heads of one pass at the Llama-3.1-8B shape, beside EAGLE-3 and the verify of the same trees.
 
     python benchmarks rounds.round_block --out benchmarks/rounds/results/round_block.json
-    python benchmarks rounds.round_block --heads p-eagle-2,eagle3 --shapes 5,1,6:1
+    python benchmarks rounds.round_block --heads p-eagle-2,eagle3,eagle3:fp8 --shapes 5,1,6:1
+
+A head's name with ":fp8", ":int4" or ":nvfp4" has its own matrices in few bits, as published heads have them, but for the
+language-model head; the target stays in bfloat16.
 
 Weights are random, and acceptance is forced (--accept a level), so that rounds commit as many tokens as with trained heads.
 What a round costs without any drafter is measured with one that proposes constants, before and after each head: a GPU that gets
@@ -14,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,6 +44,9 @@ from specdec.draft.head import DraftHead
 from specdec.loading.resolve import choose_attention, resolve_settings
 from specdec.models.causal_lm import CausalLM
 from specdec.models.checkpoints.loader import build
+from specdec.models.linear import Linear
+from specdec.models.schemes.rows import QuantisedRows
+from specdec.ops.products.formats.quantised import Kind
 from specdec.options import EngineOptions
 from specdec.prompts.tokenizer import Tokenizer
 from specdec.session import Session
@@ -83,6 +90,9 @@ HEADS = {
     "dspark-3": Shape("dspark", 3, 8, DRAFT_VOCAB, rank=256),
     "dspark-5": Shape("dspark", 5, 7, TARGET.vocab_size, aux=5, rank=256),
 }
+
+
+FORMS: dict[str, tuple[Kind, int]] = {"fp8": ("e4m3", 0), "int4": ("int4", 128), "nvfp4": ("e2m1", 16)}  # columns of a scale
 
 
 class ConstantModel(DraftModel):
@@ -132,7 +142,7 @@ class Constant(Drafter):
 
 def random_head(name: str, model: CausalLM, max_positions: int) -> DraftHead:
     """A head with normal weights, made on the GPU, which shares what such heads share with their target."""
-    shape, device = HEADS[name], model.embed_tokens.weight.device
+    shape, device = shape_of(name), model.embed_tokens.weight.device
     over_context = shape.kind not in ("eagle3", "p-eagle")
     layers = replace(TARGET, num_layers=shape.layers, layer_kinds=(), kv_source=(), qk_norm=over_context)
     aux, block = tuple(1 + 27 * i // (shape.aux - 1) for i in range(shape.aux)), None
@@ -155,7 +165,30 @@ def random_head(name: str, model: CausalLM, max_positions: int) -> DraftHead:
         head.lm_head = model.lm_head
     else:
         head.d2t_V = torch.arange(shape.vocab, device=device) * 3
+    if ":" in name:
+        in_few_bits(head, FORMS[name.partition(":")[2]])
     return head
+
+
+def shape_of(name: str) -> Shape:
+    """Of a head's name, whatever its weights are in."""
+    return HEADS[name.partition(":")[0]]
+
+
+def in_few_bits(head: DraftHead, form: tuple[Kind, int]) -> None:
+    """Puts random quantised values into the matrices of a head's layers, and into the one that fuses features."""
+    kind, group = form
+    for name, module in head.named_modules():
+        if not isinstance(module, Linear) or not re.search(r"(_proj|fc)$", name) or "markov" in name:
+            continue
+        assert module.weight is not None
+        device = module.weight.device
+        for part, rows in module.parts.sizes.items():
+            qvalues = torch.randint(0, 16, (rows, module.in_features), dtype=torch.uint8, device=device)
+            if kind == "e4m3":
+                qvalues = (20 * torch.randn(qvalues.shape, device=device)).to(torch.float8_e4m3fn).view(torch.uint8)
+            scales = torch.full((rows, module.in_features // (group or module.in_features)), 0.002, device=device)
+            module.fill(part, QuantisedRows(kind, qvalues, scales, None, group))
 
 
 @contextmanager
@@ -204,8 +237,9 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs, to find what is wrong")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    if unknown := ", ".join(name for name in args.heads.split(",") if name not in HEADS):
-        parser.error(f"argument --heads: expected some of {', '.join(HEADS)}, got {unknown}")
+    known = {*HEADS, *(f"{name}:{form}" for name in HEADS for form in FORMS)}
+    if unknown := ", ".join(name for name in args.heads.split(",") if name not in known):
+        parser.error(f"argument --heads: expected some of {', '.join(HEADS)}, or one with :fp8, :int4 or :nvfp4, got {unknown}")
     cases = [case.split(":") for case in args.shapes.split()] or [(s, str(b)) for b in BATCHES for s in SHAPES]
     torch.manual_seed(0)
     device = torch.device("cuda", 0)
@@ -216,7 +250,7 @@ def main() -> None:
     heads: dict[str, Any] = {name: random_head(name, model, CONTEXT + ROOM) for name in args.heads.split(",")}
     for shape, batch in cases:
         spec = SpecConfig(*map(int, shape.split(",")))
-        fitting = [name for name in heads if not HEADS[name].block or spec.max_steps <= HEADS[name].block]
+        fitting = [name for name in heads if not shape_of(name).block or spec.max_steps <= shape_of(name).block]
         before = report(rows, "verify", shape, batch, measure(model, ConstantModel(), spec, int(batch), args), None)
         for name in fitting:
             found = measure(model, heads[name], spec, int(batch), args)
@@ -233,13 +267,13 @@ def report(rows: list[dict[str, Any]], name: str, shape: str, batch: str, found:
     verify: of a round without a drafter, in milliseconds; None: that is what was measured.
     """
     times = 1.0 if verify is None else found["ms"] / verify
-    has_bar = verify is not None and HEADS[name].bar and batch == "1"
+    has_bar = verify is not None and shape_of(name).bar and batch == "1"
     rows.append(
         {"head": name, "spec": shape, "batch": int(batch), **found, "verify_ms": verify, "times_verify": times}
         | {"bar": BAR if has_bar else None}
     )
     verdict = "" if not has_bar else "  ok" if times <= BAR else f"  MISSES {BAR}"
-    print(f"{name:>10} {shape:>7} batch {batch}: {found['ms']:6.2f} ms  {times:.3f} of verify{verdict}", flush=True)
+    print(f"{name:>12} {shape:>7} batch {batch}: {found['ms']:6.2f} ms  {times:.3f} of verify{verdict}", flush=True)
     for kernel, spent, launches in found.get("longest", ()):
         print(f"             {spent:7.3f} ms {launches:6.1f} x {kernel}", flush=True)
     return float(found["ms"])

@@ -40,8 +40,9 @@ def parse_body(
     model = parse_llama({**plain, "model_type": family}, where)
     if model.quantization is not None:
         raise ValueError(
-            f"{scheme_of(plain, where)[1]} must be absent: draft heads are read unquantised, got {model.quantization}; "
-            "nearest thing that works: an unquantised head, with draft_quantize='fp8' or 'int4' (--draft-quantize)"
+            f"{scheme_of(plain, where)[1]} must be absent: a head's own scheme stands at the top of its config.json, and its "
+            f"target's says nothing of the head, got {model.quantization}; nearest thing that works: that key at the top, if "
+            "the head is stored so, or none"
         )
     if target is not None and model.vocab_size != target.vocab_size:
         raise ValueError(f"{where}: vocab_size must be the target's {target.vocab_size}, got {model.vocab_size}")

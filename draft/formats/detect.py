@@ -56,8 +56,6 @@ FORMATS: dict[str, HeadFormat] = {
 }
 BESIDE = {  # files of heads that can't be loaded, and what to do instead
     "adapter_config.json": "adapters can't be loaded; nearest thing that works: the head with its adapter merged into it",
-    "hf_quant_config.json": "quantised heads can't be loaded; nearest thing that works: an unquantised head, with "
-    "draft_quantize='fp8' or 'int4' (--draft-quantize)",
 }
 # Kinds of other heads, by a part of a tensor's name that no EAGLE head has.
 OTHER_KINDS = (

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from specdec.draft.formats.empty import wanted_tensors
+from specdec.draft.formats.empty import own_matrices, wanted_tensors
 from specdec.draft.formats.open import OpenHead
 from specdec.draft.formats.spec import HeadSpec
+from specdec.draft.formats.stored import beside_quantised, formats_of, how_stored, stored_tensors
 from specdec.draft.kind import Facts
 from specdec.models.config import ModelConfig
 
@@ -16,21 +17,36 @@ EAGLE_ONLY = ("norm before fc", "fc bias", "residual", "recycled", "logits read"
 
 def facts_of(opened: OpenHead, is_target_known: bool) -> Facts:
     """is_target_known: whether the head was opened for a target."""
-    parsed = opened.parsed
+    parsed, checkpoint = opened.parsed, opened.files.checkpoint
     is_rope_told = parsed.meanings.get("rope", "as written").startswith("as written")
+    formats = formats_of(checkpoint, own_matrices(parsed.spec, parsed.names))
+    stored = stored_tensors(checkpoint, wanted_tensors(parsed.spec, parsed.names), formats)
+    extra = sorted(name for name in beside_quantised(formats) if name in checkpoint)
     return Facts(
         opened.format.name,
         opened.format.title,
-        spec_facts(parsed.spec, is_target_known, is_rope_told),
+        {**spec_facts(parsed.spec, is_target_known, is_rope_told), "weights": weights_of(opened)},
         dict(parsed.meanings),
-        {name: list(shape) for name, shape in wanted_tensors(parsed.spec, parsed.names).items()},
-        dict(parsed.beside),
+        {name: list(shape) for name, shape in stored.items()},
+        {**parsed.beside, **dict.fromkeys(extra, "beside quantised values; inputs of products stay in 16 bits or more")},
     )
 
 
 def _latents(model: ModelConfig) -> dict[str, Any]:
     """What a head with latent attention keeps of a token."""
     return {"latents": f"rank {model.latent_rank}, {model.head_dim} rotated"} if model.keeps_latents else {}
+
+
+def weights_of(opened: OpenHead) -> str:
+    """How the head's own matrices are stored, by the head's own scheme; those that it leaves alone by name."""
+    checkpoint, matrices = opened.files.checkpoint, own_matrices(opened.parsed.spec, opened.parsed.names)
+    formats = formats_of(checkpoint, matrices)
+    plain = [name for name in matrices if name not in formats]
+    if not formats:
+        return ", ".join(how_stored(checkpoint, plain, formats))
+    assert checkpoint.quantization is not None
+    quantised = f"{', '.join(how_stored(checkpoint, formats, formats))} ({checkpoint.quantization.method})"
+    return f"{quantised}; {', '.join(how_stored(checkpoint, plain, formats))}: {', '.join(plain)}" if plain else quantised
 
 
 def spec_facts(spec: HeadSpec, is_target_known: bool, is_rope_told: bool) -> dict[str, Any]:

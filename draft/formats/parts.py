@@ -54,6 +54,17 @@ def tensors_of(parts: Iterable[Part]) -> dict[str, Tensor]:
     return named
 
 
+def matrices_of(parts: Iterable[Part]) -> Iterator[str]:
+    """The matrices of the parts, which files may hold in 8 or 4 bits, as files call them, without an ending."""
+    for name, part in parts:
+        if isinstance(part, Linear):
+            yield from (f"{name}.{row}" if row else name for row in part.parts.sizes)
+        elif isinstance(part, SelfAttention):
+            yield from matrices_of(((name, part.qkv_proj), (f"{name}.o_proj", part.o_proj)))
+        elif isinstance(part, MLP):
+            yield from matrices_of(((name, part.gate_up_proj), (f"{name}.down_proj", part.down_proj)))
+
+
 def fill(parts: Iterable[Part], checkpoint: Checkpoint) -> None:
     """Fills the parts from the tensors of a checkpoint."""
     for name, part in parts:

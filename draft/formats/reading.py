@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from specdec.draft.formats.spec import HeadSpec
+from specdec.draft.formats.stored import Shapes, beside_quantised, expect_shapes, formats_of, stored_tensors
 from specdec.models.checkpoints.checkpoint import Checkpoint
+from specdec.models.checkpoints.loader import expect_quantised
 from specdec.models.config import ModelConfig
-
-Shapes = dict[str, tuple[int, ...]]
 
 
 class HeadFiles(NamedTuple):
@@ -77,15 +77,20 @@ class HeadFormat(NamedTuple):
     read: Callable[[HeadFiles, ModelConfig | None], ParsedHead]
 
 
-def check_tensors(files: HeadFiles, parsed: ParsedHead, wanted: Shapes) -> None:
+def check_tensors(files: HeadFiles, parsed: ParsedHead, wanted: Shapes, matrices: Collection[str]) -> None:
     """ValueError for a tensor that is missing, not part of the head, of another shape, or of the wrong kind of numbers.
 
-    wanted: what the head needs.  Reads headers alone: nothing was allocated yet.
+    wanted: what the head needs, unquantised.  matrices: those of it that may be in 8 or 4 bits, without an ending.
+    Reads headers alone: nothing was allocated yet.
     """
     checkpoint = files.checkpoint
-    held = set(checkpoint.names())
-    spare = sorted(name for name in held - set(wanted) - set(parsed.beside) if not may_be_read(name))
-    missing = sorted(set(wanted) - held)
+    formats, held = formats_of(checkpoint, matrices), set(checkpoint.names())
+    for name, format in formats.items():
+        expect_quantised(checkpoint, name, format)
+    stored = stored_tensors(checkpoint, wanted, formats)
+    known = {*stored, *parsed.beside, *beside_quantised(formats)}
+    spare = sorted(name for name in held - known if not may_be_read(name))
+    missing = sorted(set(stored) - held)
     if missing:
         instead = f"; it holds {', '.join(spare[:4])}, which no part of such a head is called" if spare else ""
         raise ValueError(
@@ -96,9 +101,7 @@ def check_tensors(files: HeadFiles, parsed: ParsedHead, wanted: Shapes) -> None:
             f"{files.folder}: {len(spare)} tensors are not part of this architecture: {', '.join(spare[:8])} "
             f"(layout {parsed.spec.format})"
         )
-    for name, shape in wanted.items():
-        checkpoint.expect(name, shape, _keys_of(name))
-        checkpoint.expect_kind(name, "floating-point numbers")
+    expect_shapes(checkpoint, wanted, formats, _keys_of)
 
 
 _SIZES = (  # the keys of config.json from which a tensor's shape follows, by a part of its name

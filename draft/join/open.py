@@ -18,6 +18,7 @@ class OpenJoined(OpenDrafter):
     def __init__(self, own: OpenDrafter) -> None:
         super().__init__(JoinedModel(own.model))
         self.own, self.checkpoint, self.is_apart, self.own_text = own, own.checkpoint, own.is_apart, own.own_text
+        self.called = own.called
 
     def load(self, target: Target, max_positions: int, device: torch.device, dtype: torch.dtype) -> DraftModel:
         return JoinedModel(self.own.load(target, max_positions, device, dtype))
@@ -28,6 +29,10 @@ class OpenJoined(OpenDrafter):
     def translate(self, words: Translation) -> None:
         self.own.translate(words)
         self.model = JoinedModel(self.own.model)
+
+    @property
+    def stored_as(self) -> str:
+        return self.own.stored_as
 
     @property
     def added_values(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from specdec.draft.kind import Facts
 from specdec.draft.model.translation import Translation
 from specdec.models.checkpoints.checkpoint import Checkpoint
+from specdec.models.config import ModelConfig
 from specdec.models.registry import TargetChoice
 
 
@@ -27,12 +28,17 @@ def facts_of(chosen: TargetChoice, checkpoint: Checkpoint, target_ids: int, word
         "tokens that both have": min(model.vocab_size, target_ids) if words is None else len(words.drafts),
         "embeddings": "own",
         "lm_head": "its embeddings" if model.tie_embeddings else "own",
-        "weights": str(model.quantization or model.dtype or "not said"),
+        "weights": stored_as(model),
         "windows": windows if any(windows) else "none",
         "trained_length": model.max_position,
     }
     shapes = {name: list(checkpoint.shape(name)) for name in checkpoint.names()}
     return Facts("model", "its own publisher", head, meanings, shapes, {})
+
+
+def stored_as(model: ModelConfig) -> str:
+    """How its weights are stored, in words."""
+    return str(model.quantization or model.dtype or "not said")
 
 
 def meanings_of(words: Translation) -> dict[str, str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from specdec.draft.kind import Facts, OpenDrafter
-from specdec.draft.model.facts import facts_of
+from specdec.draft.model.facts import facts_of, stored_as
 from specdec.draft.model.head import SmallModel
 from specdec.draft.model.translation import Translation
 from specdec.models.checkpoints.checkpoint import Checkpoint
@@ -36,6 +36,7 @@ class OpenSmallModel(OpenDrafter):
     """A model that is understood and checked.  ValueError says why it can't draft for that target, or as options say."""
 
     is_apart = True
+    called = "small model"
     checkpoint: Checkpoint
     words: Translation | None
 
@@ -86,6 +87,10 @@ class OpenSmallModel(OpenDrafter):
     @property
     def added_values(self) -> int:
         return 0 if self.words is None else (len(self.words.reads) + len(self.words.drafts)) * self.chosen.config.hidden_size
+
+    @property
+    def stored_as(self) -> str:
+        return stored_as(self.chosen.config)
 
     def facts(self) -> Facts:
         return facts_of(self.chosen, self.checkpoint, self.target_ids, self.words)

@@ -18,7 +18,7 @@ from specdec.draft.mtp.fill import empty_mtp, fill
 from specdec.draft.mtp.head import MtpHead
 from specdec.draft.mtp.layouts import read_mtp
 from specdec.draft.mtp.spec import MtpSpec
-from specdec.draft.mtp.tensors import check_tensors, copies, stored_tensors
+from specdec.draft.mtp.tensors import check_tensors, copies, how_stored, stored_tensors
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.loader import build
 from specdec.models.config import ModelConfig
@@ -63,6 +63,10 @@ class OpenMtp(OpenDrafter):
 
     def unkept(self, target: Checkpoint) -> set[str]:
         return set(self.checkpoint.names()) - set(stored_tensors(self.checkpoint, self.spec))
+
+    @property
+    def stored_as(self) -> str:
+        return how_stored(self.checkpoint, self.spec)
 
     def facts(self) -> Facts:
         return facts_of(self.checkpoint, self.spec)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from specdec.draft.formats.reading import Shapes, may_be_read
+from specdec.draft.formats.reading import may_be_read
+from specdec.draft.formats.stored import Formats, Shapes, beside_quantised, expect_shapes, formats_of
+from specdec.draft.formats.stored import how_stored as ways_stored
+from specdec.draft.formats.stored import stored_tensors as as_stored
 from specdec.draft.mtp.fill import empty_mtp, fill
 from specdec.draft.mtp.spec import MtpSpec
 from specdec.models.checkpoints.checkpoint import AssumedCheckpoint, Checkpoint
-from specdec.models.checkpoints.stored import SAFE_DTYPES
-from specdec.models.schemes.source import WeightFormat
 
 
 def wanted_tensors(spec: MtpSpec) -> Shapes:
@@ -23,16 +24,9 @@ def copies(spec: MtpSpec) -> dict[str, str]:
 
 
 def stored_tensors(checkpoint: Checkpoint, spec: MtpSpec) -> Shapes:
-    """All that the layers need, as the checkpoint stores it: a matrix in 8 or 4 bits is several tensors.
-
-    The shape of a tensor of quantised values or scales is its own, by the header; nobody has compared it with the matrix's.
-    """
-    stored: Shapes = {}
-    for name, shape in wanted_tensors(spec).items():
-        matrix, format = name.removesuffix(".weight"), _format(checkpoint, name, shape)
-        for tensor in (name,) if format is None else (f"{matrix}.{ending}" for ending in format.endings(checkpoint, matrix)):
-            stored[tensor] = shape if tensor == name or tensor not in checkpoint else checkpoint.shape(tensor)
-    return stored
+    """All that the layers need, as the checkpoint stores it."""
+    wanted = wanted_tensors(spec)
+    return as_stored(checkpoint, wanted, _formats(checkpoint, wanted))
 
 
 def check_tensors(checkpoint: Checkpoint, spec: MtpSpec) -> None:
@@ -40,15 +34,17 @@ def check_tensors(checkpoint: Checkpoint, spec: MtpSpec) -> None:
 
     Reads headers alone: nothing was allocated yet.  Shapes of quantised values and of scales are checked as they are read.
     """
-    wanted, may = stored_tensors(checkpoint, spec), {*copies(spec), *_beside_quantised(checkpoint, spec)}
+    wanted = wanted_tensors(spec)
+    formats = _formats(checkpoint, wanted)
+    stored, may = as_stored(checkpoint, wanted, formats), {*copies(spec), *beside_quantised(formats)}
     held = [name for name in checkpoint.names() if name.startswith(spec.prefixes)]
-    spare = [name for name in held if name not in wanted and name not in may and not may_be_read(name)]
-    missing = sorted(set(wanted) - set(checkpoint.names()))
+    spare = [name for name in held if name not in stored and name not in may and not may_be_read(name)]
+    missing = sorted(set(stored) - set(checkpoint.names()))
     if missing:
         instead = f"; the layers hold {', '.join(spare[:4])}, which no part of them is called" if spare else ""
         raise ValueError(
             f"{checkpoint.folder}: tensor {missing[0]!r} is missing for draft='mtp': config.json counts "
-            f"{spec.model.num_layers} MTP layers ({len(missing)} of {len(wanted)} tensors are missing){instead}; "
+            f"{spec.model.num_layers} MTP layers ({len(missing)} of {len(stored)} tensors are missing){instead}; "
             "nearest setting that works: draft='ngram'"
         )
     if spare:
@@ -56,31 +52,17 @@ def check_tensors(checkpoint: Checkpoint, spec: MtpSpec) -> None:
             f"{checkpoint.folder}: {len(spare)} tensors are not part of a {spec.family} target's MTP layers: "
             f"{', '.join(spare[:8])}"
         )
-    for name, shape in wanted_tensors(spec).items():
-        if name in wanted:
-            checkpoint.expect(name, shape, "the target's sizes")
-            checkpoint.expect_kind(name, "floating-point numbers")
+    expect_shapes(checkpoint, wanted, formats, lambda name: "the target's sizes")
 
 
 def how_stored(checkpoint: Checkpoint, spec: MtpSpec) -> str:
     """How the layers' matrices lie in the checkpoint, in words."""
-    ways = []
-    for name, shape in wanted_tensors(spec).items():
-        if len(shape) == 2:
-            format = _format(checkpoint, name, shape)
-            ways.append(format.describe() if format else str(SAFE_DTYPES[checkpoint.dtype(name)]).removeprefix("torch."))
-    return ", ".join(dict.fromkeys(ways))
+    wanted = wanted_tensors(spec)
+    matrices = [name.removesuffix(".weight") for name, shape in wanted.items() if len(shape) == 2]
+    return ", ".join(ways_stored(checkpoint, matrices, _formats(checkpoint, wanted)))
 
 
-def _format(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> WeightFormat | None:
-    """How a matrix is stored in 8 or 4 bits.  The router, which decides between experts, is never quantised."""
-    is_matrix = len(shape) == 2 and not name.endswith(".gate.weight")
-    return checkpoint.format_of(name.removesuffix(".weight")) if is_matrix else None
-
-
-def _beside_quantised(checkpoint: Checkpoint, spec: MtpSpec) -> set[str]:
-    """Tensors that may lie beside the quantised values of a matrix."""
-    matrices = {name: _format(checkpoint, name, shape) for name, shape in wanted_tensors(spec).items()}
-    return {
-        f"{name.removesuffix('.weight')}.{ending}" for name, format in matrices.items() if format for ending in format.may_end
-    }
+def _formats(checkpoint: Checkpoint, wanted: Shapes) -> Formats:
+    """How matrices are stored in 8 or 4 bits.  The router, which decides between experts, is never quantised."""
+    names = (name for name, shape in wanted.items() if len(shape) == 2 and not name.endswith(".gate.weight"))
+    return formats_of(checkpoint, (name.removesuffix(".weight") for name in names))

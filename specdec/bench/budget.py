@@ -113,7 +113,7 @@ class Budget:
     """
 
     batch_size: int
-    spec: tuple[int, int, int] | None
+    spec: tuple[int | str, ...] | None
     context: float
     bandwidth: float
     bytes: RoundBytes

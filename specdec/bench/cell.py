@@ -50,7 +50,7 @@ def measure_cell(
     assert spec is not None
     return Cell(
         session.settings.options.max_batch_size,
-        (spec.num_steps, spec.topk, spec.num_draft_tokens),
+        spec.numbers,
         baseline.side(),
         speculative.side(),
         outputs,

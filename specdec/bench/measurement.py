@@ -194,7 +194,7 @@ class Cell:
     """
 
     batch_size: int
-    spec: tuple[int | str, int, int]
+    spec: tuple[int | str, ...]
     baseline: SideResult
     speculative: SideResult
     outputs: Outputs
@@ -274,7 +274,7 @@ class Failure:
     """A batch size and tree shape that could not be measured to the end.  spec: None for a target without a draft."""
 
     batch_size: int
-    spec: tuple[int | str, int, int] | None
+    spec: tuple[int | str, ...] | None
     message: str
 
     @property

@@ -53,7 +53,7 @@ def profile_work(
     kept = settings.options.kv_cache_dtype, settings.options.decode_context_parallel_size
     return Budget(
         len(prompts),
-        (spec.max_steps, spec.topk, spec.num_draft_tokens) if spec else None,
+        spec.numbers if spec else None,
         context,
         bandwidth,
         byte_limit(session.model, session.head, spec, len(prompts), context, *kept, chosen=chosen_experts(workload, rounds)),

@@ -241,7 +241,7 @@ def _run_cells(
             on_pass = partial(_report_pass, options, on_progress, number)
             _measure(options, session, prompts, result, on_pass, of_cell, explained)
         except RuntimeError as error:  # a request failed, or memory was short: the other cells may be fine
-            shape = (spec.num_steps, spec.topk, spec.num_draft_tokens) if spec else None
+            shape = spec.numbers if spec else None
             result.failures.append(Failure(size, shape, f"{type(error).__name__}: {error}"))
         del session
     steal, total_cpu = (now - before for now, before in zip(steal_and_total(), (steal, total_cpu)))

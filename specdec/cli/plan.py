@@ -98,11 +98,13 @@ def _show(plans: dict[str, MemoryPlan], is_one: bool) -> None:
         table.add_row("the GPU has", _gigabytes(plan.memory))
     out.print(table)
     out.print(f"the target's weights: {plan.target_weights}")
+    if plan.drafter:
+        out.print(f"the {plan.drafter}'s weights: {plan.draft_weights}")
     if plan.passed_over:
         out.print(f"passed over, since texts alone are read: {plan.passed_over:,} bytes of tensors that images need")
     if plan.experts:
         out.print(f"experts: {plan.experts}")
-    names = ("target", "draft head")
+    names = ("target", plan.drafter)
     out.print("a token's keys and values: " + ", ".join(f"{n} {b:,} bytes" for n, b in zip(names, plan.kv_token)))
     if len(plan.kv_kinds) > 1:
         out.print("of the target's, by kind of layer: " + ", ".join(f"{kind} {b:,}" for kind, b in plan.kv_kinds.items()))

@@ -82,7 +82,7 @@ def check_pair(
     for index, config in enumerate((chosen.config, *(drafter.model.needs.configs if drafter else ()))):
         if index == 0 and chosen.native is None:
             continue  # each rank holds all of it
-        share_of(config, Shard(0, options.tensor_parallel_size), "draft head" if index else "target")
+        share_of(config, Shard(0, options.tensor_parallel_size), drafter.called if drafter and index else "target")
     if drafter is None:
         check_states(settings, chosen.config)
         return pair
@@ -117,12 +117,13 @@ def expert_sharing(settings: EngineSettings, chosen: TargetChoice, checkpoint: C
 
 
 def warn_of_slow_weights(pair: CheckedPair, dtype: torch.dtype, capability: Callable[[], tuple[int, int] | None]) -> None:
-    """Warns of weights in 8 or 4 bits that make rounds slower, the target's and the draft head's.
+    """Warns of weights in 8 or 4 bits that make rounds slower, the target's and the drafter's.
 
     capability: says that of the GPU on which they are to run, None for a CPU; asked only where there are such weights.
     """
-    head = pair.drafter.checkpoint if pair.drafter and pair.drafter.is_apart else None
-    for whose, checkpoint in (("target", pair.checkpoint), ("draft head", head)):
+    drafter = pair.drafter
+    head = (drafter.called, drafter.checkpoint) if drafter and drafter.is_apart else ("", None)
+    for whose, checkpoint in (("target", pair.checkpoint), head):
         if checkpoint is None or checkpoint.quantization is None:
             continue
         quantised = quantised_matrices(checkpoint, tuple(checkpoint.names()))

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -70,8 +70,9 @@ class CountedModels(NamedTuple):
     weights: tuple[int, ...]  # the bytes of each
     features: int = 0  # how many numbers of each token the drafter reads of the target
     page_bytes: int = 0  # what the drafter keeps of each page besides keys and values
-    scratch: int = 0  # values of the target's largest quantised matrix, which is dequantised for prompts; 0: there is none
+    scratch: int = 0  # values of the largest quantised matrix, which is dequantised for prompts; 0: there is none
     lossless: int = 0  # the bytes of matrices that are kept once more, of both
+    called: str = ""  # what the drafter is
 
 
 class MemoryPlan(NamedTuple):
@@ -90,6 +91,8 @@ class MemoryPlan(NamedTuple):
     experts: str = ""  # what a rank holds of a mixture's experts, and why
     refusal: str = ""  # why no GPU runs it, whatever its memory
     passed_over: int = 0  # bytes of the files that images need, and no text
+    drafter: str = ""  # what drafts, of what has weights
+    draft_weights: str = ""  # in words, how these are kept
 
     @property
     def total(self) -> int:
@@ -154,6 +157,7 @@ def plan_memories(
         experts=experts_line(config, settings),
         refusal=_refusal(config, settings),
         passed_over=pair.checkpoint.passed_over_bytes,
+        **_of_drafter(pair, models),
     )
 
     def holds(length: int) -> bool:
@@ -167,6 +171,11 @@ def plan_memories(
         return plan._replace(memory=memory, longest=longest, widest=widest)
 
     return [on(memory) for memory in memories]
+
+
+def _of_drafter(pair: CheckedPair, models: CountedModels) -> dict[str, Any]:
+    """What a plan says of a drafter with weights."""
+    return {"drafter": models.called, "draft_weights": pair.drafter.stored_as if pair.drafter else ""}
 
 
 def _refusal(config: ModelConfig, settings: EngineSettings) -> str:
@@ -199,7 +208,7 @@ def parts_of(models: CountedModels, settings: EngineSettings) -> dict[str, int]:
     chunk = min(CHUNK_COST["cuda"][2], options.max_batch_size * settings.max_seq_len)
     return {
         "weights of the target": models.weights[0],
-        **({"weights of the draft head": models.weights[1]} if len(models.weights) > 1 else {}),
+        **({f"weights of the {models.called}": models.weights[1]} if len(models.weights) > 1 else {}),
         **({"lossless copies of weights": models.lossless} if options.pack_weights else {}),
         "keys and values": kv,
         **({"states of recurrent layers": states.bytes} if (states := plan_states(models.configs, settings)) else {}),
@@ -243,7 +252,8 @@ def _models(pair: CheckedPair, settings: EngineSettings) -> CountedModels:
     drafted += drafter.added_values * settings.dtype.itemsize
     lossless += lossless_bytes_of(drafter.checkpoint, without, share_of_tensor(layers)) if packs else 0
     kept = drafter.model.needs.page_values * settings.dtype.itemsize
-    return CountedModels(configs, (weights, drafted), drafter.model.feature_size, kept, scratch, lossless)
+    scratch = max(scratch, scratch_values(drafter.checkpoint, without, share_of_tensor(layers)))
+    return CountedModels(configs, (weights, drafted), drafter.model.feature_size, kept, scratch, lossless, drafter.called)
 
 
 def tensor_bytes(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, without: set[str]) -> int:

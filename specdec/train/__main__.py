@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, NoReturn, TypeVar
 
-from specdec.train.settings import HeadRun, TargetRun, meaning_of
+from specdec.train.settings import HeadRun, TargetRun, meaning_of, refuse_of_others
 
 Run = TypeVar("Run", HeadRun, TargetRun)
 SPLITS = ("auto", "gaps", "paragraphs", "lines", "stories", "file")
@@ -88,13 +88,13 @@ def _text_flags(parser: argparse.ArgumentParser) -> None:
 
 def _setting_flags(parser: argparse.ArgumentParser, run: type[HeadRun] | type[TargetRun]) -> None:
     for field in fields(run):
-        flag, about = "--" + field.name.replace("_", "-"), f"{meaning_of(field)}; default: %(default)s"
+        flag, about = "--" + field.name.replace("_", "-"), f"{meaning_of(field)}; default: {field.default}"
         if choices := field.metadata["choices"]:
-            parser.add_argument(flag, choices=choices, default=field.default, help=about)
+            parser.add_argument(flag, choices=choices, help=about)
             continue
         kind, metavar = (float, "X") if isinstance(field.default, float) else (int, "N")
         read = _rows if field.name == "texts" else kind
-        parser.add_argument(flag, type=read, default=field.default, metavar=metavar, help=about)
+        parser.add_argument(flag, type=read, metavar=metavar, help=about)
 
 
 def _rows(text: str) -> int:
@@ -114,7 +114,10 @@ def _layers(text: str) -> tuple[int, ...]:
 
 
 def _settings(args: argparse.Namespace, run: type[Run]) -> Run:
-    return run(**{field.name: getattr(args, field.name) for field in fields(run)})
+    given = {field.name: value for field in fields(run) if (value := getattr(args, field.name)) is not None}
+    if run is HeadRun:  # which can't tell a default from the same number, given for a kind that does not have it
+        refuse_of_others(given.get("kind", HeadRun.kind), given)
+    return run(**given)
 
 
 @contextmanager

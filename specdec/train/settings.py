@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, TypeVar
 
@@ -14,6 +15,11 @@ LAYOUTS = ("auto", "safeailab", "speculators")
 MAX_NUMBER = 1 << 40  # of any number; seeds of rows are 1,000,003 times the run's, and must fit 64 bits
 MAX_CANDIDATES = 256  # that readers take
 MAX_PROMPT_TOKENS = 48  # where rows leave room for them
+OWNERS = {  # the kinds that have a setting which others have not
+    "anchors": ("p-eagle", "dflash", "dflash2", "dspark"), "markov": ("dspark",), "markov_rank": ("dspark",),
+    "selector_rank": ("dflash2",), "candidates": ("dflash2",),
+    "draft_vocab_size": ("eagle3", "p-eagle", "dflash", "dspark"),
+}  # fmt: skip
 MEASURED = (SpecConfig(5, 4, 16), SpecConfig(5, 1, 6))  # draft trees that a finished head is measured with
 
 T = TypeVar("T")
@@ -30,6 +36,11 @@ def setting(default: T, meaning: str, choices: tuple[T, ...] = (), least: int | 
 
 def meaning_of(field: Field[Any]) -> str:
     return field.metadata["meaning"]
+
+
+def default_of(name: str) -> Any:
+    """Of a setting of heads' runs."""
+    return HeadRun.__dataclass_fields__[name].default
 
 
 def _check_numbers(run: HeadRun | TargetRun) -> None:
@@ -70,15 +81,15 @@ def _check_kind(run: HeadRun) -> None:
             f"num_steps: expected at least {most} for kind={run.kind}, which is measured with {most} levels at the end, "
             f"got {run.num_steps}"
         )
-    owners = {
-        "anchors": ("p-eagle", "dflash", "dflash2", "dspark"), "markov": ("dspark",), "markov_rank": ("dspark",),
-        "selector_rank": ("dflash2",), "candidates": ("dflash2",),
-        "draft_vocab_size": ("eagle3", "p-eagle", "dflash", "dspark"),
-    }  # fmt: skip
-    for name, kinds in owners.items():
-        if run.kind not in kinds and getattr(run, name) != HeadRun.__dataclass_fields__[name].default:
+    refuse_of_others(run.kind, {name: getattr(run, name) for name in OWNERS if getattr(run, name) != default_of(name)})
+
+
+def refuse_of_others(kind: str, given: Mapping[str, Any]) -> None:
+    """ValueError for a setting that only other kinds have.  given: values that somebody chose, by settings' names."""
+    for name, value in given.items():
+        if name in OWNERS and kind not in OWNERS[name]:
             raise ValueError(
-                f"{name}: expected no value for kind={run.kind}, got {getattr(run, name)!r}; it belongs to {', '.join(kinds)}"
+                f"{name}: expected no value for kind={kind}, got {value!r}; it belongs to {', '.join(OWNERS[name])}"
             )
 
 

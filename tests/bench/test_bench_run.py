@@ -103,6 +103,14 @@ def test_shapes_of_one_drafter_and_of_several_sources(zoo: Zoo) -> None:
     assert set(told) == {"loading"}
 
 
+def test_records_name_the_whole_shape(zoo: Zoo) -> None:
+    """Keeps out: two shapes under one name, of which one reaches deeper than its drafter."""
+    draft = [str(zoo.head("llama", "eagle3")), "suffix"]
+    measurement = run_bench(small(zoo, draft=draft, specs=(SpecConfig(2, 1, 5, 4),), batch_sizes=(1,)))
+    (cell,) = measurement.cells
+    assert cell.spec == (2, 1, 5, 4) and cell.name == "2,1,5,4"
+
+
 def test_a_session_times_phases(zoo: Zoo) -> None:
     """Keeps out: times that carry on from the round before, and an engine that goes on waiting for every phase."""
     session = Session(zoo.decoder("llama", "eagle3", SPEC, max_batch_size=2))

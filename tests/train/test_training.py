@@ -11,6 +11,7 @@ from toolkit.oracles.heads import DenseHead, PathDrafter
 from transformers import AutoModelForCausalLM
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
+from specdec.cli.entry import main
 from specdec.draft.block.dflash import DFlashHead, DSparkHead
 from specdec.draft.block.dflash2.head import DFlash2Head
 from specdec.draft.block.peagle import PEagleHead
@@ -190,6 +191,16 @@ WRONG = [
 def test_head_runs_that_cannot_work_are_refused(field: str, value: float | str) -> None:
     with pytest.raises(ValueError, match=field):
         HeadRun(**{field: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("flag", "value"), [("--candidates", "16"), ("--markov", "vanilla"), ("--anchors", "32")])
+def test_flags_of_other_kinds_are_refused_at_their_defaults_too(
+    flag: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Keeps out: a flag that is taken and does nothing, because its value is what other kinds have by default."""
+    assert main(["train", "--target", "x", "--text", "y", "--out", "z", "--kind", "eagle3", flag, value]) == 2
+    said = f"{flag[2:]}: expected no value for kind=eagle3, got {int(value) if value.isdecimal() else value!r}"
+    assert said in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize(

@@ -89,8 +89,8 @@ def _read_block(files: HeadFiles, target: ModelConfig | None) -> ParsedHead:
     own: dict[str, Any] = {
         "draft_vocab_size": draft_size,
         "draft_ids": read_draft_ids(files, draft_size, model.vocab_size, t2d="must", full="must not"),
-        "own_embeddings": _is_kept(files, "embed_tokens.weight", release),
-        "own_lm_head": draft_size != model.vocab_size or _is_kept(files, "lm_head.weight", release),
+        "own_embeddings": _is_kept("embed_tokens.weight" in files.checkpoint, release),
+        "own_lm_head": draft_size != model.vocab_size or _is_kept(files.checkpoint.has_matrix("lm_head"), release),
     }
     features = features_of(raw, AUX, target, model.num_layers, where, one_based=True)
     absent = "" if "sample_from_anchor" in raw else ", as heads of this release, which has no such key, were trained"
@@ -105,8 +105,6 @@ def _read_block(files: HeadFiles, target: ModelConfig | None) -> ParsedHead:
     return replace(parsed, beside=vocabulary_tensors(files))
 
 
-def _is_kept(files: HeadFiles, name: str, release: Release) -> bool:
+def _is_kept(is_there: bool, release: Release) -> bool:
     """Whether the files have a copy of what is the target's."""
-    if release.oldest < COPIES_END <= release.newest:
-        return name in files.checkpoint
-    return release.newest < COPIES_END
+    return is_there if release.oldest < COPIES_END <= release.newest else release.newest < COPIES_END

@@ -65,7 +65,7 @@ def three_layers(ids: Any, aux_layers: tuple[int, ...], where: str) -> None:
 
 def own_lm_head(files: HeadFiles, draft_size: int, vocab_size: int) -> bool:
     """Whether the head brings its language-model head; only with the target's whole vocabulary may it have none."""
-    if "lm_head.weight" in files.checkpoint:
+    if files.checkpoint.has_matrix("lm_head"):
         return True
     if draft_size != vocab_size:
         raise ValueError(

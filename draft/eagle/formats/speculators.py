@@ -64,7 +64,7 @@ def read_eagle3(files: HeadFiles, target: ModelConfig | None, kind: str) -> Pars
     norms = {"none": (), "joint": ("input_norm",), "each": tuple(f"fc_norm.{index}" for index in range(count))}[norm]
     names = PartNames.numbered(model.num_layers, feature_norms=norms)
     has_embeddings = is_trained or release.newest < 2 or "embed_tokens.weight" in checkpoint
-    shared = {"embed_tokens": not has_embeddings, "lm_head": "lm_head.weight" not in checkpoint}
+    shared = {"embed_tokens": not has_embeddings, "lm_head": not checkpoint.has_matrix("lm_head")}
     meanings |= {name: "absent: the target's" for name, is_shared in shared.items() if is_shared}
     said = {VERSION: release.said, **_meanings(ids, aux_layers, flags), **meanings, **passed_over(raw)}
     return eagle3_reading(

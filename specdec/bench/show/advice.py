@@ -89,10 +89,18 @@ def better_levels(cell: Cell) -> tuple[SpecConfig, float] | None:
     The same acceptance by depth, and after the last depth that of the last one if enough rounds reached it; a draft pass a
     level; the other phases as they are.
     """
-    levels, topk, nodes = cell.spec
+    levels, topk, nodes, *deeper = cell.spec
     shares = cell.acceptance_by_depth
     phases = cell.speculative.phases
-    if not isinstance(levels, int) or len(shares) != levels or None in shares or not phases.rounds:
+    if (
+        not isinstance(levels, int)
+        or not isinstance(topk, int)
+        or not isinstance(nodes, int)
+        or deeper
+        or len(shares) != levels
+        or None in shares
+        or not phases.rounds
+    ):
         return None
     known = [share for share in shares if share is not None]
     further = FURTHER if cell.speculative.counters.reached_by_depth[-1] >= MIN_REACHED else 0

@@ -193,6 +193,12 @@ class Checkpoint:
             return None
         return self.quantization.format_of(name, lambda format: format.has(self, name))
 
+    def has_matrix(self, name: str) -> bool:
+        """Whether there is a matrix of that name, whose tensors may be those of a matrix in 8 or 4 bits."""
+        format = self.format_of(name)
+        endings = () if format is None else format.endings(self, name)
+        return any(f"{name}.{ending}" in self for ending in ("weight", *endings))
+
     def expect_matrix(self, name: str, shape: tuple[int, int], keys: str) -> None:
         """As `expect`, of the weight of that name, unless its shape can't be seen before it is unpacked."""
         format = self.format_of(name)

@@ -142,7 +142,7 @@ def _fill_quantised(
     has_bias: whether the model has a bias that the checkpoint may have too, which is not looked at here.
     ValueError if the tensors are not in its format, or if `put` can't take them.
     """
-    _expect_quantised(checkpoint, name, format)
+    expect_quantised(checkpoint, name, format)
     if not has_bias:
         _expect_no_bias(checkpoint, name, format, shape[0])
     if (rows := format.read(checkpoint, name, shape, device)) is None:
@@ -153,7 +153,7 @@ def _fill_quantised(
         raise ValueError(f"{checkpoint.folder}: {name}: {error}") from error
 
 
-def _expect_quantised(checkpoint: Checkpoint, name: str, format: WeightFormat) -> None:
+def expect_quantised(checkpoint: Checkpoint, name: str, format: WeightFormat) -> None:
     """ValueError if a matrix is not quantised where the config says that it is."""
     own = f"{name}.weight"
     if own not in checkpoint or format.has(checkpoint, name):

@@ -103,7 +103,7 @@ def parse_quantization(scheme: dict[str, Any], where: str) -> Quantization:
     if method not in METHODS:
         raise ValueError(
             f"{where}: quant_method must be one of {', '.join(METHODS)}, got {method!r}; nearest thing that works: the same "
-            "model in one of these formats, or in bfloat16 with quantize='fp8' or quantize='int4'"
+            "model in one of these formats, or in bfloat16 with quantize='fp8' or quantize='int4', of a head draft_quantize"
         )
     return _PARSERS[method](scheme, where)
 

@@ -12,9 +12,11 @@ from specdec.ops.products.formats.experts import POWERS, scales_form, step_bytes
 from specdec.ops.products.formats.quantised import Kind, row_bytes
 
 EXPERTS = ".experts."  # in the names of experts' matrices
-# Names of tensors of matrices that may be stored in 8 or 4 bits.  What expands latents is dequantised as it is loaded.
+# Names of tensors of matrices that may be stored in 8 or 4 bits, draft heads' too.  What expands latents is dequantised as it
+# is loaded.
 MATRICES = re.compile(
-    r"((?<!kv_b)(?<!eh)(?<!input)_proj(_with_mqa)?|\.in_proj_\w+|\.wq_b|\.wk|\.w[123]|put_linear|\bfc|lm_head)\.\w+$"
+    r"((?<!kv_b)(?<!eh)(?<!input)_proj(_with_mqa)?|\.in_proj_\w+|\.wq_b|\.wk|\.w[123]|put_linear|\bfc|lm_head"
+    r"|(kernel|hidden)_projection|markov_w2|confidence_head\.proj)\.\w+$"
 )
 
 

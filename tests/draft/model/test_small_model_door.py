@@ -80,7 +80,7 @@ def test_the_plan_counts_what_is_kept(zoo: Zoo) -> None:
         with SpecDecoder.from_pretrained(target, draft, SPEC, options=OPTIONS) as decoder:
             assert decoder.head is not None
             held = sum(weight.nbytes for weight in {w.data_ptr(): w for w in decoder.head.parameters()}.values())
-        assert plan.parts["weights of the draft head"] == held
+        assert plan.parts["weights of the small model"] == held
         assert plan.kv_token == (*alone.kv_token, *own.kv_token)
 
 

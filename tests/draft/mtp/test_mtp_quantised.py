@@ -51,7 +51,8 @@ def save_both(root: Path, name: str, scheme: str, left: str) -> tuple[Path, Path
 
     left: which matrices of the layers are not quantised; with the join, those of indexers' heads, in all layers.
     """
-    plain = save_mtp_target(root / "plain", name)
+    grouped = {"intermediate_size": 48} if "nvfp4" in scheme else {}  # whole groups of 16 columns
+    plain = save_mtp_target(root / "plain", name, **grouped)
     quantised = as_quantised(plain, root / "quantised", SCHEMES[scheme])
     if left == "join":
         with_dense(quantised, plain, lambda key: any(f"{join}." in key for join in JOINS))
@@ -72,6 +73,7 @@ CASES = [
     ("hy3", "fp8 channel", "all", SpecConfig(3, 1, 4)),
     ("hy3", "fp8 channel", "none", SpecConfig(3, 2, 6)),
     ("ernie", "fp8 channel", "none", SpecConfig(3, 1, 4)),
+    ("mimo", "modelopt nvfp4", "none", SpecConfig(3, 2, 6)),  # whose packed values have the name of the matrix
 ]
 
 

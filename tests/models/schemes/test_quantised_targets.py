@@ -352,22 +352,13 @@ def test_keys_of_autoawqs_own_file_can_be_copied(tmp_path: Path) -> None:
     assert chosen.config.quantization == wanted
 
 
-def test_quantised_heads_name_what_works(tmp_path: Path) -> None:
-    """Keeps out: a refusal that does not say how a head in few bits can run."""
-    target = save_target(tmp_path / "target", "llama", num_hidden_layers=3)
-    head = save_eagle3(tmp_path / "head", target)
-    raw = json.loads((head / "config.json").read_text())
-    (head / "config.json").write_text(json.dumps(raw | {"quantization_config": SCHEMES["fp8 channel"].config}))
-    with pytest.raises(ValueError, match="quantization_config must be absent: .*nearest .* draft_quantize='fp8'"):
-        open_head(head, None)
-    (head / "config.json").write_text(json.dumps(raw | {"compression_config": SCHEMES["fp8 channel"].config}))
-    with pytest.raises(ValueError, match="config.json: compression_config must be absent: .*nearest .* draft_quantize='fp8'"):
-        open_head(head, None)
-    (head / "config.json").write_text(json.dumps(raw))
+def test_what_lies_beside_a_head(tmp_path: Path) -> None:
+    """Keeps out: files beside a head that say how it is read, and that nobody reads."""
+    head = save_eagle3(tmp_path / "head", save_target(tmp_path / "target", "llama", num_hidden_layers=3))
     (head / "adapter_config.json").write_text("{}")
     with pytest.raises(ValueError, match="adapter_config.json must be absent: adapters .*nearest .* merged into it$"):
         open_head(head, None)
     (head / "adapter_config.json").unlink()
     (head / "hf_quant_config.json").write_text("{}")
-    with pytest.raises(ValueError, match="hf_quant_config.json must be absent: .*nearest .* draft_quantize='fp8'"):
+    with pytest.raises(ValueError, match="hf_quant_config.json: quantization: quant_algo must be 'FP8' or"):
         open_head(head, None)
