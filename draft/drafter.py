@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple, Protocol, Self
 
@@ -28,6 +28,7 @@ from specdec.config import SpecConfig
 from specdec.models.config import ModelConfig
 from specdec.models.target import Target
 from specdec.steps import Needs
+from specdec.tables import TableName, TableStep
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,11 @@ class DraftModel(nn.Module, ABC):
     """A loaded drafter of any kind.  feature_size: how many numbers of a token it reads of the target, beside ids."""
 
     feature_size: int = 0
+
+    @property
+    def tables(self) -> Mapping[TableName, int]:
+        """The tables of other texts that it reads, and how many tokens each holds."""
+        return {}
 
     @property
     @abstractmethod
@@ -231,6 +237,10 @@ class Drafter(ABC):
     @abstractmethod
     def catch_up(self, state: BatchState, needs: Needs) -> None:
         """Learns all tokens that were kept.  A row without such tokens keeps its next draft as it is."""
+
+    def bring_table(self, step: TableStep) -> None:
+        """Takes a part of a table of texts that it reads, between two rounds; see `DraftModel.tables`."""
+        raise NotImplementedError
 
     def changed(self, state: BatchState) -> list[Tensor]:
         """The tensors that `extend`, `keep` and `catch_up` change and that a later phase reads, of these rows.

@@ -1,9 +1,9 @@
 """How texts of a table went on after a row's last tokens: the longest match first, and among equally long ones the commonest.
 
-Pure tensor code over a table and texts in pages; on a GPU it is one launch of lookup_triton.py.  It knows no source and no tree.
+Pure tensor code over a table and texts in pages; on a GPU it is one launch of lookup_triton.py.  It knows no tree.
 
 Shapes: B sequences, Q tokens that are compared, W places that are looked at, V tokens by which their texts are compared,
-M continuations, D tokens of each, N tokens of a table, S scopes.
+M continuations, D tokens of each, R places for them, N tokens of a table, S scopes.
 """
 
 from __future__ import annotations
@@ -25,20 +25,23 @@ MISSING = -2  # before a text's first token; no table holds it
 
 
 class Continuations(NamedTuple):
-    """tokens_BMD: int64, -1 after the end of a text, and all of it where there is no match.
+    """tokens_BMR: int64, -1 after the end of a text or D tokens, and all of it where there is no match.
     lengths_BM: int64, how many tokens before the continuation equal the row's last ones; 0: there is no match.
     """
 
-    tokens_BMD: Tensor
+    tokens_BMR: Tensor
     lengths_BM: Tensor
 
 
-def find_continuations(table: DeviceTable, text: PagedTexts, keys_B: Tensor, depth: int) -> Continuations:
-    """keys_B: int64, the scope that each row may read; 0: none.  depth: D."""
+def find_continuations(table: DeviceTable, text: PagedTexts, keys_B: Tensor, depth: int, out: Continuations) -> None:
+    """Writes them to `out`, whose rows may lie apart.
+
+    keys_B: int64, the scope that each row may read; 0: none.  depth: D, at most R.
+    """
     if use_index_kernels(keys_B):
         from specdec.draft.suffix.lookup_triton import launch_continuations
 
-        return launch_continuations(table, text, keys_B, depth)
+        return launch_continuations(table, text, keys_B, depth, out)
     view = TableView(table)
     last_BQ = last_tokens(text)
     low_B, high_B = view.bounds(keys_B)
@@ -54,8 +57,9 @@ def find_continuations(table: DeviceTable, text: PagedTexts, keys_B: Tensor, dep
     chosen_BM = torch.stack((best_B, other_BW.argmax(1)), dim=1)
     is_found_BM = torch.stack((keys_BW, other_BW), dim=1).amax(-1) >= 0
     tokens_BMD = view.after(places_BW.gather(1, chosen_BM), depth)
-    lengths_BM = torch.where(is_found_BM, lengths_BW.gather(1, chosen_BM), 0)
-    return Continuations(torch.where(is_found_BM[..., None], tokens_BMD, NO_TOKEN), lengths_BM)
+    out.tokens_BMR.fill_(NO_TOKEN)
+    out.tokens_BMR[..., :depth] = torch.where(is_found_BM[..., None], tokens_BMD, NO_TOKEN)
+    out.lengths_BM.copy_(torch.where(is_found_BM, lengths_BW.gather(1, chosen_BM), 0))
 
 
 def last_tokens(text: PagedTexts) -> Tensor:

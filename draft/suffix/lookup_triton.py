@@ -1,14 +1,13 @@
 """The kernel of lookup.py: one program for each sequence, which narrows its scope's places down with many looks at once.
 
-Shapes: B sequences, Q tokens that are compared, W places that are looked at, D tokens of a continuation, N tokens of a table,
-S scopes.
+Shapes: B sequences, Q tokens that are compared, W places that are looked at, D tokens of a continuation, R places for them,
+N tokens of a table, S scopes.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -36,7 +35,7 @@ def own_token(page_table, text, length, first, back, PAGE_SIZE: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["stride_row", "span", "capacity", "depth", "steps"],
+    do_not_specialize=["stride_row", "span", "capacity", "depth", "room", "stride_tokens", "stride_lengths", "steps"],
     do_not_specialize_on_alignment=["page_table", "lens"],
 )
 def continuations_kernel(
@@ -49,12 +48,15 @@ def continuations_kernel(
     table_keys,  # [2, S] int64
     table_bounds,  # [2, S, 2] int32
     table_half,  # [1] int32
-    tokens,  # [B, M, D] int64
+    tokens,  # [B, M, R] int64
     lengths,  # [B, M] int64
     stride_row,
     span,
     capacity,  # N
     depth,  # D
+    room,  # R
+    stride_tokens,  # of rows
+    stride_lengths,
     steps,  # of the search
     SCOPES: tl.constexpr,  # S
     QUERY: tl.constexpr,  # Q
@@ -62,7 +64,7 @@ def continuations_kernel(
     WINDOW: tl.constexpr,  # W
     VOTES: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,  # of D
+    BLOCK: tl.constexpr,  # of R
     PDL: tl.constexpr,
 ):
     b = tl.program_id(0).to(tl.int64)
@@ -131,29 +133,27 @@ def continuations_kernel(
         place = tl.sum(tl.where(is_best_W, place_W, 0), 0)
         token_D = tl.load(table_text + place + d_D, mask=(best >= 0) & (d_D < depth) & (place + d_D < capacity), other=-1)
         is_over_D = tl.cumsum((token_D < 0).to(tl.int32), 0) > 0
-        out = b * 2 + m
-        tl.store(tokens + out * depth + d_D, tl.where(is_over_D, -1, token_D).to(tl.int64), mask=d_D < depth)
-        tl.store(lengths + out, tl.sum(tl.where(is_best_W, length_W, 0), 0).to(tl.int64))
+        tl.store(tokens + b * stride_tokens + m * room + d_D, tl.where(is_over_D, -1, token_D).to(tl.int64), mask=d_D < room)
+        tl.store(lengths + b * stride_lengths + m, tl.sum(tl.where(is_best_W, length_W, 0), 0).to(tl.int64))
         chosen = tl.sum(tl.where(is_best_W, first_W, 0), 0)
         rated_W = tl.where(first_W == chosen, -1, rated_W)
 
 
-def launch_continuations(table: DeviceTable, text: PagedTexts, keys_B: Tensor, depth: int, looks: int = LOOKS) -> Continuations:
+def launch_continuations(
+    table: DeviceTable, text: PagedTexts, keys_B: Tensor, depth: int, out: Continuations, looks: int = LOOKS
+) -> None:  # fmt: skip
     """`lookup.find_continuations`.  looks: LOOKS, or fewer in tests."""
-    from specdec.draft.suffix.lookup import Continuations
-
-    pages, B, device = text.pages, len(keys_B), keys_B.device
-    assert CONTINUATIONS == 2 and pages.table.stride(1) == 1 and keys_B.is_contiguous()
+    pages, (tokens_BMR, lengths_BM), device = text.pages, out, keys_B.device
+    B, M, room = tokens_BMR.shape
+    assert M == CONTINUATIONS == 2 and pages.table.stride(1) == 1 and keys_B.is_contiguous() and depth <= room
+    assert tokens_BMR.stride()[1:] == (room, 1) and lengths_BM.stride(1) == 1
     steps, left = 1, table.capacity
     while left > 0:  # each step leaves the places between two looks
         steps, left = steps + 1, left // (looks + 1)
-    tokens_BMD = torch.empty(B, CONTINUATIONS, depth, dtype=torch.int64, device=device)
-    lengths_BM = torch.empty(B, CONTINUATIONS, dtype=torch.int64, device=device)
     continuations_kernel[(B,)](
         pages.table, text.lens_B, text.tokens_N, keys_B, table.text_2N, table.order_2N, table.keys_2S, table.bounds_2S2,
-        table.half_1, tokens_BMD, lengths_BM, pages.table.stride(0), pages.capacity if text.span is None else text.span,
-        table.capacity, depth, steps,
+        table.half_1, tokens_BMR, lengths_BM, pages.table.stride(0), pages.capacity if text.span is None else text.span,
+        table.capacity, depth, room, tokens_BMR.stride(0), lengths_BM.stride(0), steps,
         SCOPES=MAX_SCOPES, QUERY=MAX_MATCH, LOOKS=looks, WINDOW=WINDOW, VOTES=VOTES, PAGE_SIZE=pages.page_size,
-        BLOCK=max(16, triton.next_power_of_2(depth)), num_warps=4, **chained(device),
+        BLOCK=max(16, triton.next_power_of_2(room)), num_warps=4, **chained(device),
     )  # fmt: skip
-    return Continuations(tokens_BMD, lengths_BM)

@@ -8,6 +8,9 @@ from copy import copy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from specdec.models.gguf.file import is_gguf
 from specdec.models.gguf.tokenizer import gguf_tokenizer
 
@@ -41,6 +44,11 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Token ids of a text.  ValueError without a tokenizer."""
         return list(self._need("a text prompt").encode(text))
+
+    def encode_pieces(self, pieces: list[str]) -> list[NDArray[np.int32]]:
+        """Token ids of each piece of a longer text, without tokens that begin or end texts.  ValueError without a tokenizer."""
+        inner = self._need("a corpus")
+        return [np.asarray(ids, dtype=np.int32) for ids in inner(pieces, add_special_tokens=False)["input_ids"]]
 
     def encode_word(self, word: str) -> list[list[int]]:
         """Token ids of a word within a text: at its beginning, and after a space.  ValueError without a tokenizer."""

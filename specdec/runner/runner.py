@@ -36,6 +36,7 @@ from specdec.runner.prompts import PromptRunner
 from specdec.runner.readback import Readback
 from specdec.runner.rounds import RoundRunner
 from specdec.runner.workers import Workers
+from specdec.tables import FillTable, TableStep, UseTable
 from specdec.verify.synthetic import SyntheticAcceptance
 
 R = TypeVar("R")
@@ -92,6 +93,8 @@ class DeviceRunner:
             steps.LeaveRows: self._leave,
             steps.StopDrafting: self._stop_drafting,
             steps.CopyPages: self._copy,
+            FillTable: self._bring_table,
+            UseTable: self._bring_table,
             steps.TimePhases: lambda step: setattr(self.clock, "enabled", step.enabled),
             steps.ForceAcceptance: self._force_acceptance,
         }
@@ -303,6 +306,9 @@ class DeviceRunner:
     def _copy(self, step: steps.CopyPages) -> None:
         sources_N, targets_N = to_device([step.sources, step.targets], self.device)
         self.workers.copy_pages(sources_N, targets_N, step.group)
+
+    def _bring_table(self, step: TableStep) -> None:
+        self.workers.need_drafter().bring_table(step)
 
     # ---- what is measured ----
 

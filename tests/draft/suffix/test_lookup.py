@@ -11,7 +11,7 @@ from toolkit.oracles.ngrams import random_texts
 from specdec.draft.ngram.lookup import MAX_MATCH, PagedTexts
 from specdec.draft.suffix.device_table import DeviceTable
 from specdec.draft.suffix.host_table import HostTable, Text, host_table
-from specdec.draft.suffix.lookup import CONTINUATIONS, find_continuations
+from specdec.draft.suffix.lookup import CONTINUATIONS, Continuations, find_continuations
 from specdec.draft.suffix.sort import sorted_places
 
 LENS, DEPTH = [0, 1, 2, 3, 17, 33, 48], 6
@@ -40,6 +40,27 @@ def on_device(table: HostTable, capacity: int, device: torch.device, before: Hos
     return made
 
 
+def room_for(rows: int, depth: int, device: torch.device) -> Continuations:
+    """Views of something larger, which hold what another round has left."""
+    tokens = torch.full((rows, CONTINUATIONS + 1, depth + 2), 7, device=device)
+    return Continuations(tokens[:, 1:], torch.full((rows, CONTINUATIONS + 2), 7, device=device)[:, 1:-1])
+
+
+def found(table: DeviceTable, paged: PagedTexts, keys: torch.Tensor, depth: int) -> Continuations:
+    out = room_for(len(keys), depth, keys.device)
+    find_continuations(table, paged, keys, depth, out)
+    assert bool((out.tokens_BMR[..., depth:] == -1).all())
+    return out
+
+
+def found_by_kernel(table: DeviceTable, paged: PagedTexts, keys: torch.Tensor, depth: int, looks: int) -> Continuations:
+    from specdec.draft.suffix.lookup_triton import launch_continuations
+
+    out = room_for(len(keys), depth, keys.device)
+    launch_continuations(table, paged, keys, depth, out, looks)
+    return out
+
+
 def matches_by_hand(texts: list[Text], entries: list[int], depth: int) -> dict[tuple[int, tuple[int, ...]], int]:
     """How often each (length of the match, continuation) occurs, over all places of these texts that match at all."""
     found: dict[tuple[int, tuple[int, ...]], int] = {}
@@ -64,14 +85,14 @@ def test_the_longest_match_is_found(seed: int) -> None:
     view = on_device(table, len(table.text_N) + seed % 2, torch.device("cpu"))
     paged, rows = random_texts(LENS, 2 + seed % 5, None, seed)
     for key in (10, 17, 24, 99, 0):
-        got = find_continuations(view, paged, torch.full((len(LENS),), key), DEPTH)
+        got = found(view, paged, torch.full((len(LENS),), key), DEPTH)
         for b, entries in enumerate(rows):
-            found = matches_by_hand(texts.get(key, []), entries, DEPTH)
-            paths = [[token for token in path if token >= 0] for path in got.tokens_BMD[b].tolist()]
+            known = matches_by_hand(texts.get(key, []), entries, DEPTH)
+            paths = [[token for token in path if token >= 0] for path in got.tokens_BMR[b].tolist()]
             lengths = got.lengths_BM[b].tolist()
-            assert lengths[0] == max((length for length, _ in found), default=0)
+            assert lengths[0] == max((length for length, _ in known), default=0)
             for length, path in zip(lengths, paths, strict=True):
-                assert (length, tuple(path)) in found if length else not path
+                assert (length, tuple(path)) in known if length else not path
             assert len({tuple(path[:1]) for path, length in zip(paths, lengths, strict=True) if length}) == sum(
                 map(bool, lengths)
             )
@@ -83,24 +104,22 @@ def test_the_commonest_continuation_comes_first() -> None:
     table = host_table({3: [Text(np.asarray(tokens, dtype=np.int32)) for tokens in (once, often, often)]})
     paged, _ = random_texts([3], 9, None, 0)
     paged.tokens_N[paged.pages.slots_at(torch.arange(3)[None])[0]] = torch.tensor([5, 6, 7], dtype=torch.int32)
-    got = find_continuations(on_device(table, 64, torch.device("cpu")), paged, torch.tensor([3]), 4)
-    assert got.tokens_BMD.tolist() == [[[1, 2, 3, -1], [4, 4, 4, -1]]] and got.lengths_BM.tolist() == [[3, 3]]
+    got = found(on_device(table, 64, torch.device("cpu")), paged, torch.tensor([3]), 4)
+    assert got.tokens_BMR[..., :4].tolist() == [[[1, 2, 3, -1], [4, 4, 4, -1]]] and got.lengths_BM.tolist() == [[3, 3]]
 
 
 def check_kernel(seed: int, looks: int, span: int | None) -> None:
-    from specdec.draft.suffix.lookup_triton import launch_continuations
-
     table = host_table(some_texts(seed, 4, 2 + seed % 4))
     capacity = len(table.text_N) + seed % 3
     paged, _ = random_texts(LENS, 2 + seed % 4, span, seed)
     keys = torch.tensor([10, 17, 24, 31, 31, 0, 17])
     earlier = host_table(some_texts(seed + 1, 1, 3))
     before = earlier if len(earlier.text_N) <= capacity else None  # so that either half is read
-    want = find_continuations(on_device(table, capacity, torch.device("cpu"), before), paged, keys, DEPTH)
+    want = found(on_device(table, capacity, torch.device("cpu"), before), paged, keys, DEPTH)
     there = PagedTexts(paged.tokens_N.to(DEVICE), paged.pages.to(DEVICE), paged.lens_B.to(DEVICE), span)
-    got = launch_continuations(on_device(table, capacity, DEVICE, before), there, keys.to(DEVICE), DEPTH, looks)
-    assert torch.equal(got.tokens_BMD.cpu(), want.tokens_BMD) and torch.equal(got.lengths_BM.cpu(), want.lengths_BM)
-    assert want.tokens_BMD.shape[1] == CONTINUATIONS
+    got = found_by_kernel(on_device(table, capacity, DEVICE, before), there, keys.to(DEVICE), DEPTH, looks)
+    assert torch.equal(got.tokens_BMR.cpu(), want.tokens_BMR) and torch.equal(got.lengths_BM.cpu(), want.lengths_BM)
+    assert want.tokens_BMR.shape[1] == CONTINUATIONS
 
 
 @pytest.mark.parametrize(("looks", "span"), [(4, None), (256, None), (4, 9)], ids=str)
@@ -119,16 +138,14 @@ def test_the_kernel_on_a_gpu() -> None:
 @pytest.mark.gpu
 def test_a_large_table_on_a_gpu() -> None:
     """Keeps out: too few steps of the search, and numbers that leave 32 bits, in a table of millions of places."""
-    from specdec.draft.suffix.lookup_triton import launch_continuations
-
     tokens = np.random.default_rng(0).integers(0, 50, 3_000_000).astype(np.int32)
     table = host_table({5: [Text(tokens)]})
     paged, _ = random_texts(LENS, 50, None, 1)
     keys = torch.full((len(LENS),), 5)
-    want = find_continuations(on_device(table, 4_000_000, torch.device("cpu")), paged, keys, 16)
+    want = found(on_device(table, 4_000_000, torch.device("cpu")), paged, keys, 16)
     there = PagedTexts(paged.tokens_N.to(DEVICE), paged.pages.to(DEVICE), paged.lens_B.to(DEVICE), None)
-    got = launch_continuations(on_device(table, 4_000_000, DEVICE), there, keys.to(DEVICE), 16)
-    assert torch.equal(got.tokens_BMD.cpu(), want.tokens_BMD) and torch.equal(got.lengths_BM.cpu(), want.lengths_BM)
+    got = found_by_kernel(on_device(table, 4_000_000, DEVICE), there, keys.to(DEVICE), 16, 256)
+    assert torch.equal(got.tokens_BMR.cpu(), want.tokens_BMR) and torch.equal(got.lengths_BM.cpu(), want.lengths_BM)
     assert int(want.lengths_BM.max()) >= 3
 
 
