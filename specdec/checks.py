@@ -99,9 +99,7 @@ def require_memory(name: str, value: Any, of: str = "the free memory") -> int | 
 
 def require_size(name: str, value: Any, low: int = 1 << 20, high: int = 1 << 36) -> int:
     """A number of bytes from `low` to `high`; texts such as "2GiB" are read."""
-    expected = (
-        f"{name} must be a number of bytes or a size such as '2GiB', from {low >> 20}MiB to {high >> 30}GiB, got {value!r}"
-    )
+    expected = f"{name} must be a number of bytes or a size such as '2GiB', {low >> 20}MiB to {high >> 30}GiB, got {value!r}"
     if not isinstance(value, str) and not is_number(type(value), Integral):
         raise TypeError(f"{expected} of type {type(value).__name__}; nearest setting that works: {name}='{low >> 20}MiB'")
     size = bytes_of(value) if isinstance(value, str) else int(value)

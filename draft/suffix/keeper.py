@@ -43,16 +43,18 @@ class TableKeeper:
             self._note("corpus")
 
     def add_answer(self, scope: int, prompt: Sequence[int], output: Sequence[int]) -> None:
-        """Keeps a finished output, whose list must not change any more.  scope: the key of those who may be proposed it; 0: nobody."""
+        """Keeps a finished output, as it is.  scope: the key of those who may be proposed it; 0: nobody."""
         if self.answers is None or not scope or not output:
             return
         with self._news:
             self._finished.append((scope, prompt[-MAX_MATCH:], output))
             self._note("answers")
 
-    def make_now(self) -> list[TableStep]:
-        """The steps of all tables whose texts have changed, made on the caller's thread."""
-        return [step for name in self._take() for step in steps_of(name, self._table(name))]
+    def first_corpus(self, name: str, texts: Sequence[Text]) -> list[TableStep]:
+        """The steps of a table with this corpus, made on the caller's thread.  ValueError if it does not fit."""
+        assert self.corpora is not None
+        self.corpora.set(name, texts)
+        return [*steps_of("corpus", self._table("corpus"))]
 
     def wait(self, seconds: float = 60.0) -> bool:
         """Waits until the steps of all that was handed over have been emitted.  Whether they have."""

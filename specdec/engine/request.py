@@ -42,6 +42,7 @@ class Request:
     origins: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     left_after: LeftAfter | None = None
+    scope: int = 0  # the key of those whose earlier answers it may be proposed, as they may be this one's; 0: nobody's
     _unread: int = 0
 
     @classmethod
@@ -57,6 +58,7 @@ class Request:
         encoder_ids: list[int] | None = None,
         bad_words: Sequence[Sequence[int]] = (),
         left_after: LeftAfter | None = None,
+        scope: int = 0,
     ) -> Request:
         """A request that has no output yet.  eos_ids: see Trimmer.
 
@@ -64,7 +66,8 @@ class Request:
         """
         output = Trimmer(sampling, eos_ids, decode, prompt_ids, streaming)
         choice = RowChoice.of(sampling, seed, prompt_ids, bad_words, eos_ids)
-        return cls(prompt_ids, sampling, choice, output, speculate, streaming, encoder_ids=encoder_ids, left_after=left_after)
+        own = {"encoder_ids": encoder_ids, "left_after": left_after, "scope": scope}
+        return cls(prompt_ids, sampling, choice, output, speculate, streaming, **own)  # type: ignore[arg-type]
 
     @property
     def given_ids(self) -> list[int]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from specdec.checks import field_of, require_bool, require_int
+from specdec.checks import field_of, require_bool, require_int, require_text
 from specdec.config import MAX_SEED, SamplingParams
 from specdec.limits import MAX_LOGPROBS
 from specdec.prompts.encode import chat_fault
@@ -39,6 +39,7 @@ class RequestPlan:
     is_list: bool = False  # whether the prompts came as a list of prompts
     grammar_field: str = ""  # the field that says what the text must be
     return_origins: bool = False  # say of each token where it came from
+    cache_salt: str | None = None  # of requests to which each other's answers may be proposed
 
     @property
     def choices(self) -> int:
@@ -83,6 +84,7 @@ def read_plan(body: dict[str, Any], path: str, model_name: str, max_tokens_cap: 
         is_list=is_list,
         grammar_field=next((name for name in GRAMMAR_FIELDS if name in values), ""),
         return_origins=_checked("return_origins", require_bool, values.get("return_origins", False), False),
+        cache_salt=_checked("cache_salt", require_text, values["cache_salt"]) if "cache_salt" in values else None,
     )
 
 

@@ -1,0 +1,70 @@
+"""Sources that read a table of other texts: what followed a row's last tokens there, in the common scope or in its own.
+
+Shapes: R rows of the batch, B of them running.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specdec.batch.state import BatchState
+from specdec.draft.drafter import DrafterContext, Rows
+from specdec.draft.join.paths import Paths
+from specdec.draft.join.source import PathFinder, PathSource, RowTexts
+from specdec.draft.join.survival import PathClass
+from specdec.draft.suffix.device_table import DeviceTable
+from specdec.draft.suffix.lookup import Continuations, find_continuations
+from specdec.draft.suffix.texts import ALL_ROWS
+from specdec.steps import RowEntry
+from specdec.tables import TableName, TableStep
+
+# What is expected of the first token before anything was seen, by the length of the match; 0: there is none.
+FIRST = (0.01, 0.08, 0.15, 0.3, 0.4, 0.5, 0.55, 0.6, 0.7)
+
+
+class TableSource(PathSource):
+    """The commonest continuation of the longest match, and the best one that begins otherwise.
+
+    capacity: tokens of the table.  by_scope: whether rows read the texts of their own scope, and not what all may read.
+    """
+
+    classes = (PathClass(FIRST), PathClass(tuple(0.5 * rate for rate in FIRST)))
+    paths = (0, 1)
+
+    def __init__(self, name: TableName, description: str, capacity: int, by_scope: bool) -> None:
+        self.name, self.description, self.by_scope = name, description, by_scope
+        self.tables: Mapping[TableName, int] = {name: capacity}
+        self.table: DeviceTable | None = None
+
+    def load(self, device: torch.device) -> None:
+        (capacity,) = self.tables.values()
+        self.table = DeviceTable(capacity, device)
+
+    def finder(self, context: DrafterContext, texts: RowTexts) -> TableFinder:
+        assert self.table is not None, "it has its memory"
+        return TableFinder(self.table, context, texts, self.by_scope)
+
+
+@dataclass(frozen=True)
+class ScopeRows(Rows):
+    """keys_R: int64, the key of each row's scope; 0: it reads nothing."""
+
+    keys_R: Tensor
+
+
+class TableFinder(PathFinder):
+    """Looks rows' last tokens up in a table."""
+
+    rows: ScopeRows
+
+    def __init__(self, table: DeviceTable, context: DrafterContext, texts: RowTexts, by_scope: bool) -> None:
+        self.table, self.texts, self.by_scope = table, texts, by_scope
+        self.rows = ScopeRows(torch.zeros(context.rows, dtype=torch.int64, device=context.device))
+
+    def fill(self, state: BatchState, depth: int, out: Paths) -> None:
+        keys_B = self.rows.narrow(state.rows).keys_R
+        find_continuations(self.table, self.texts.of(state), keys_B, depth, Continuations(out.tokens_BPD, out.lengths_BP))
