@@ -200,6 +200,12 @@ class Rows:
         """Views of the first `rows` rows."""
         return type(self)(*(tensor[:rows] for tensor in self.tensors()))
 
+    def move(self, sources_R: Tensor, targets_R: Tensor) -> None:
+        """Makes each target row what its source row was before.  Both are int64, and no target occurs twice."""
+        if sources_R.shape[0]:
+            for tensor in self.tensors():
+                tensor.index_copy_(0, targets_R, tensor.index_select(0, sources_R))
+
 
 class Drafter(ABC):
     """Proposes trees for the running batch.
@@ -251,9 +257,8 @@ class Drafter(ABC):
 
     def move_rows(self, sources_R: Tensor, targets_R: Tensor) -> None:
         """Makes each target row what its source row was before.  Both are int64, and no target occurs twice."""
-        if self.rows is not None and sources_R.shape[0]:
-            for tensor in self.rows.tensors():
-                tensor.index_copy_(0, targets_R, tensor.index_select(0, sources_R))
+        if self.rows is not None:
+            self.rows.move(sources_R, targets_R)
 
     def clear_rows(self, rows_R: Tensor) -> None:  # noqa: B027
         """Forgets rows (int64) whose requests have ended.  Values that nobody reads may stay."""

@@ -29,10 +29,11 @@ MIN_SCORE = -1e30  # in place of a score that is no number: still above those of
 def joined_tree(tree: DraftTree, tokens_BPD: Tensor, steps_BPD: Tensor, num_nodes: int) -> DraftTree:
     """The best num_nodes nodes of a drafter's tree and of paths, the root included.
 
-    tokens_BPD: int64, what each path proposes after the root, which is the tree's; those after D mean nothing.
-        The last path is the drafter's own if its tree is a chain without scores, and empty if the tree has scores.
+    tokens_BPD: int64, what each path proposes after the root, which is the tree's; -1 from a path's end on, and those after D
+        mean nothing.  The last path is the drafter's own if its tree is a chain without scores, and else empty.
     steps_BPD: float32, at most 0, the logarithm of how likely each token is, given those before it; as deep as paths are.
-    num_nodes: at most N, or at most D + 1, so that there are as many nodes whatever paths and tree have in common.
+    num_nodes: at most N, or at most D + 1 if some path of each sequence has D tokens: so there are as many nodes whatever paths
+        and tree have in common.
     """
     N, D = tree.num_nodes, steps_BPD.shape[2]
     assert num_nodes <= max(N, D + 1)
@@ -87,13 +88,15 @@ def raised_scores(tree: DraftTree, nodes_BPD: Tensor, steps_BPD: Tensor) -> Tens
 def candidates_of(tree: DraftTree, scores_BN: Tensor, nodes_BPD: Tensor, tokens_BPD: Tensor, steps_BPD: Tensor) -> Candidates:
     """The tree's nodes after the root, then a place for each token of each path.
 
-    A place counts where its path has left the tree, and no earlier path begins alike up to it; others have a score of -inf.
+    A place counts where its path goes on and has left the tree, and no earlier path begins alike up to it; others have a score
+    of -inf.
     """
     (B, P, D), M, device = tokens_BPD.shape, tree.num_nodes - 1, tokens_BPD.device
     same_BPPD = (tokens_BPD[:, :, None] == tokens_BPD[:, None]).cumprod(-1).bool()  # [b, p, q, d]: equal up to token d
     numbers_P = arange(P, device)
     first_BPD = torch.where(same_BPPD, numbers_P[:, None], P).amin(2)  # the first path that begins alike
-    is_new_BPD = (nodes_BPD < 0) & (first_BPD == numbers_P[:, None])
+    is_own_BPD = (nodes_BPD < 0) & (first_BPD == numbers_P[:, None])
+    is_new_BPD = is_own_BPD & (tokens_BPD >= 0)
     places_BPD = M + first_BPD * D + arange(D, device)  # where each token's candidate is, if it is no node of the tree
     own_BPD = torch.where(nodes_BPD < 0, places_BPD, nodes_BPD - 1)
     above_BPD = own_BPD.roll(1, -1)
@@ -101,7 +104,7 @@ def candidates_of(tree: DraftTree, scores_BN: Tensor, nodes_BPD: Tensor, tokens_
     scores_BC = torch.cat((scores_BN[:, 1:], scores_BN.new_full((B, P * D), -torch.inf)), dim=1)
     sums_BPD = steps_BPD.cumsum(-1)
     for p in range(P):  # in order, since a path may go on after an earlier path's nodes
-        start_B1 = (~is_new_BPD[:, p]).sum(1, keepdim=True)  # its first new place: those after it are new too
+        start_B1 = (~is_own_BPD[:, p]).sum(1, keepdim=True)  # its first own place: those after it are its own too
         above_B1 = above_BPD[:, p].gather(1, start_B1.clamp(max=D - 1))
         before_B1 = torch.where(above_B1 < 0, 0.0, scores_BC.gather(1, above_B1.clamp(min=0)))
         skipped_B1 = torch.where(start_B1 > 0, sums_BPD[:, p].gather(1, (start_B1 - 1).clamp(min=0)), 0.0)

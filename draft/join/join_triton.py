@@ -105,7 +105,7 @@ def join_kernel(
         before = tl.where(goes_on, in_path, in_tree)
         skipped = tl.sum(tl.where(d == start - 1, sum_D, 0.0), 0)
         new_D = tl.minimum(tl.maximum(before + sum_D - skipped, MIN_SCORE), before)  # rounding lifts no node above its parent
-        new_D = tl.where((d >= start) & ok_D, new_D, -float("inf"))
+        new_D = tl.where((d >= start) & (token_D >= 0) & ok_D, new_D, -float("inf"))
         score_PD = tl.where(p_P[:, None] == p, new_D[None, :], score_PD)
         above_D = tl.where(d == start, tl.where(goes_on, M + first * depth + shared - 1, at - 1), M + p * depth + d - 1)
         place = out + M + p * depth + d

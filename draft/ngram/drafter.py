@@ -18,8 +18,9 @@ from specdec.batch.tree import DraftTree
 from specdec.config import SpecConfig
 from specdec.draft.drafter import Drafter, DrafterContext, DraftModel, DraftNeeds
 from specdec.draft.ngram.grow import candidates_of
-from specdec.draft.ngram.lookup import PagedTexts, continuations, find_matches
-from specdec.draft.ngram.store import ENTRY_BYTES, TokenStore
+from specdec.draft.ngram.lookup import continuations, find_matches
+from specdec.draft.ngram.source import OwnTextFinder
+from specdec.draft.ngram.store import ENTRY_BYTES
 from specdec.draft.tree.build_tree import best_nodes
 from specdec.steps import Needs
 
@@ -55,11 +56,11 @@ class NgramDrafter(Drafter):
     """Trees have the continuations of the best places as their paths; a chain has that of the best one."""
 
     def __init__(self, context: DrafterContext) -> None:
-        self.store, self.span = TokenStore(context.slots, context.device), context.span
-        self.caches = (self.store,)
+        self.finder = OwnTextFinder(context)
+        self.caches = self.finder.caches
 
     def draft(self, state: BatchState, spec: SpecConfig, needs: Needs) -> DraftTree:
-        text = PagedTexts(self.store.tokens_N, state.pages, state.lens_B, self.span)
+        text = self.finder.text(state)
         matches = find_matches(text, num_continuations(spec))
         tokens_BMS = continuations(text, matches, spec.max_steps)
         if spec.topk == 1:
@@ -68,21 +69,16 @@ class NgramDrafter(Drafter):
         return best_nodes(candidates, state.bonus_B, spec.num_draft_tokens, spec.max_steps)
 
     def extend(self, state: BatchState, needs: Needs, new: NewTokens) -> None:
-        self._learn(state, new)  # padding comes after the text's end, where nobody reads
+        self.finder.extend(state, new)
 
     def prefill(self, state: BatchState, needs: Needs, prompts: RaggedPrompts, first_B: Tensor, features_TF: Tensor) -> None:
-        (tables,) = prompts.tables_of([0])
-        self.store.write(tables.slots_T, prompts.next_ids(first_B))
+        self.finder.prefill(state, prompts, first_B)
 
     def keep(self, state: BatchState, new: NewTokens) -> None:
-        self._learn(state, new)
+        self.finder.extend(state, new)
 
     def catch_up(self, state: BatchState, needs: Needs) -> None:
         """Nothing: `keep` has written the tokens where they belong."""
-
-    def _learn(self, state: BatchState, new: NewTokens) -> None:
-        rows = state.pages.next_tokens(new.base_lens_B, new.tokens_BE.shape[1])
-        self.store.write(rows.slots.flatten(), new.tokens_BE.flatten())
 
 
 def num_continuations(spec: SpecConfig) -> int:

@@ -49,9 +49,12 @@ def case(seed: int) -> tuple[DraftTree, Tensor, Tensor, int]:
     alphabet, N, P, D = rng.choice([3, 9]), rng.randrange(2, 14), rng.randrange(1, 4), rng.randrange(1, 13)
     tokens, parents, scores = random_tree(rng, N, 3 * alphabet)
     paths = [random_path(rng, tokens, parents, D, alphabet) for _ in range(P)]
+    for path in paths[1:]:  # the first one is as deep as paths may be
+        end = rng.choice([D, rng.randrange(D + 1)])
+        path[end:] = [-1] * (D - end)
     if P > 1 and rng.random() < 0.5:  # one that begins as another does
         same = rng.randrange(D + 1)
-        paths[-1][:same] = paths[0][:same]
+        paths[-1] = paths[0][:same] + paths[-1][same:]
     steps = [[-rng.choice([0.0, rng.random()]) for _ in range(D)] for _ in range(P)]
     tree = DraftTree(torch.tensor([tokens]), torch.tensor([parents]), 5, scores_BN=torch.tensor([scores]))
     paths.append([-1] * D)
@@ -67,12 +70,13 @@ def scores_by_path(tree: DraftTree, paths: list[list[int]], steps: list[list[flo
     for n in range(1, tree.num_nodes):
         names.append((*names[parents[n]], tokens[n]))
         found[names[n]] = scores[n] - scores[parents[n]]
+    paths = [[token for token in path if token >= 0] for path in paths]  # no token comes after a path's end
     for path, its_steps in zip(paths, steps, strict=True):
-        for d, step in enumerate(its_steps):
+        for d, step in enumerate(its_steps[: len(path)]):
             if (name := tuple(path[: d + 1])) in names:
                 found[name] = max(found[name], step)
     for path, its_steps in zip(paths, steps, strict=True):
-        for d, step in enumerate(its_steps):
+        for d, step in enumerate(its_steps[: len(path)]):
             found.setdefault(tuple(path[: d + 1]), step)
     return {name: sum(found[name[: i + 1]] for i in range(len(name))) for name in found}
 
@@ -80,7 +84,7 @@ def scores_by_path(tree: DraftTree, paths: list[list[int]], steps: list[list[flo
 @pytest.mark.parametrize("seed", range(60))
 def test_the_best_nodes_of_both(seed: int) -> None:
     """Keeps out: siblings of one token, a path that goes on below the wrong node, a child above its parent, a step that is
-    counted twice, a node that is better than one that was kept."""
+    counted twice, a node that is better than one that was kept, nodes after a path's end."""
     tree, paths_BPD, steps_BPD, wanted = case(seed)
     worth = scores_by_path(tree, paths_BPD[0, :-1].tolist(), steps_BPD[0, :-1].tolist())
     joined = joined_tree(tree, paths_BPD, steps_BPD, wanted)
