@@ -9,7 +9,7 @@ from typing import NamedTuple
 from specdec.checks import nearest_name
 from specdec.draft.formats.open import HowToRead
 from specdec.draft.join.sources import SOURCES
-from specdec.draft.kind import SUFFIX, Draft, OpenDrafter
+from specdec.draft.kind import ANSWERS, CORPUS, SUFFIX, Draft, OpenDrafter
 from specdec.draft.kinds import KINDS, all_kinds, kind_of, kind_of_files
 from specdec.draft.load import HeadDrafter
 from specdec.models.checkpoints.checkpoint import resolve_target
@@ -47,16 +47,40 @@ def find_drafter(draft: Draft, options: EngineOptions) -> str | Path | Joined | 
     A folder that is called as a kind is named with its path: "./ngram".  ValueError or TypeError if there is no such drafter,
     or for an option that would do nothing.
     """
-    if isinstance(draft, list | tuple) or draft in SOURCES:
-        drafter, sources = _told_apart([draft] if isinstance(draft, str) else list(draft))
-        found = find_drafter(drafter, options)
-        assert isinstance(found, str | Path)
-        return Joined(found, sources) if sources else found
+    listed = list(draft) if isinstance(draft, list | tuple) else [draft]
+    if options.corpus is not None:
+        refuse_no_corpus(options.corpus, draft)
+        listed += [] if CORPUS in listed else [CORPUS]
+    elif options.corpus_memory != EngineOptions().corpus_memory and not {CORPUS, ANSWERS} & {*map(str, listed)}:
+        raise ValueError(
+            f"corpus_memory={options.corpus_memory!r} would do nothing without a source {CORPUS!r} or {ANSWERS!r}; nearest "
+            f"setting that works: corpus_memory={EngineOptions().corpus_memory!r}"
+        )
+    if len(listed) == 1 and not isinstance(draft, list | tuple) and draft not in SOURCES:
+        return _find_one(draft, options)
+    drafter, sources = _told_apart(listed)
+    found = _find_one(drafter, options)
+    assert isinstance(found, str | Path)
+    return Joined(found, sources) if sources else found
+
+
+def _find_one(draft: str | Path | None, options: EngineOptions) -> str | Path | None:
     if draft is None or kind_of(draft):
         assert draft is None or isinstance(draft, str)
         refuse_idle(options, draft)
         return draft
-    return head_folder(draft)  # type: ignore[arg-type]  # what is no list, and what is neither is refused there
+    return head_folder(draft)
+
+
+def refuse_no_corpus(corpus: str | Path, draft: Draft) -> None:
+    """ValueError for a corpus that is no file, and for one beside no drafter."""
+    if draft is None or draft in ("ngram", SUFFIX):
+        raise ValueError(
+            f"corpus={str(corpus)!r} joins the trees of a drafter, got draft={draft!r}; nearest settings that work: "
+            "draft=DIR, or corpus=None"
+        )
+    if not Path(corpus).is_file():
+        raise ValueError(f"corpus must be a file of text or a .jsonl file, got {str(corpus)!r}, which is none")
 
 
 def _told_apart(draft: Sequence[str | Path]) -> tuple[str | Path, tuple[str, ...]]:
@@ -70,8 +94,8 @@ def _told_apart(draft: Sequence[str | Path]) -> tuple[str | Path, tuple[str, ...
     if len(named) != 1 or len(sources) > len(set(sources)) or (sources and named[0] == "ngram"):
         alone = f"; nearest setting that works: draft={list(named[:1]) + [SUFFIX]!r}" if named and named[0] != "ngram" else ""
         alone = alone or f"; nearest setting that works: draft='ngram', which is {SUFFIX!r} alone"
-        known = " and ".join(map(repr, SOURCES))
-        raise ValueError(f"several sources are one drafter and {known}, got draft={list(draft)!r}{alone}")
+        known = ", ".join(map(repr, SOURCES))
+        raise ValueError(f"several sources are one drafter and some of {known}, got draft={list(draft)!r}{alone}")
     return named[0], tuple(name for name in SOURCES if name in sources or (sources and name == SUFFIX))
 
 

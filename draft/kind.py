@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 
 SUFFIX = "suffix"  # how a list of sources spells matches in the request's own text
+CORPUS, ANSWERS = "corpus", "answers"  # and matches in texts that the user names, and in earlier answers
 Draft = str | Path | Sequence[str | Path] | None  # how a caller names a drafter, or several sources
 
 

@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from specdec.config import SAMPLING_OPTIONS, GrammarKind, SpecConfig
 from specdec.limits import ZEROS
+from specdec.tables import TableStep
 
 RoundKind = Literal["plain", "paused", "speculative"]
 STEPS = tuple(dict.fromkeys(declared.step for declared in SAMPLING_OPTIONS.values() if declared.step))
@@ -347,7 +348,7 @@ class ForceAcceptance:
 
 Pass = RunChunk | RunRound | RunMixed
 RowStep = EnterRows | GrowRows | ShareRows | LeaveRows | StopDrafting | CopyPages
-Step = Pass | CatchUp | Try | RowStep | TimePhases | ForceAcceptance
+Step = Pass | CatchUp | Try | RowStep | TableStep | TimePhases | ForceAcceptance
 
 
 class Logprobs(NamedTuple):

@@ -8,7 +8,7 @@ Shapes: B sequences, P paths of each, D tokens of a path, T tokens of ragged pro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
@@ -27,6 +27,7 @@ from specdec.draft.join.source import PathFinder, PathSource
 from specdec.draft.join.survival import CHAIN, Survival
 from specdec.models.target import Target
 from specdec.steps import Needs
+from specdec.tables import TableName, TableStep
 
 
 class JoinedModel(DraftModel):
@@ -40,6 +41,10 @@ class JoinedModel(DraftModel):
     def needs(self) -> DraftNeeds:
         own = self.drafter.needs
         return replace(own, slot_bytes=own.slot_bytes + sum(source.slot_bytes for source in self.sources))
+
+    @property
+    def tables(self) -> Mapping[TableName, int]:
+        return {name: held for source in self.sources for name, held in source.tables.items()}
 
     def resolved(self, spec: SpecConfig) -> SpecConfig:
         if spec.is_auto:
@@ -105,6 +110,8 @@ class JoinedDrafter(Drafter):
     def __init__(self, drafter: Drafter, sources: Sequence[PathSource], context: DrafterContext) -> None:
         self.drafter, self.head, self.sources = drafter, drafter.head, sources
         self.finders = [source.finder(context) for source in sources]
+        for finder in self.finders:
+            finder.follow(self.finders[0])
         self.caches = (*drafter.caches, *(cache for finder in self.finders for cache in finder.caches))
         classes = [*(each for source in sources for each in source.classes), CHAIN]
         self.survival = Survival(classes, context.device)
@@ -158,6 +165,11 @@ class JoinedDrafter(Drafter):
 
     def catch_up(self, state: BatchState, needs: Needs) -> None:
         self.drafter.catch_up(state, needs)
+
+    def bring_table(self, step: TableStep) -> None:
+        for source, finder in zip(self.sources, self.finders, strict=True):
+            if step.table in source.tables:
+                finder.bring_table(step)
 
     def changed(self, state: BatchState) -> list[Tensor]:
         of_sources = [tensor for finder in self.finders for tensor in finder.changed(state)]

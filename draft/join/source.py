@@ -10,7 +10,7 @@ Shapes: B rows of a state, R some of the rows, P paths of a source, D tokens of 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -21,7 +21,9 @@ from specdec.batch.state import BatchState
 from specdec.draft.drafter import CachedBySlot, DrafterContext, Rows
 from specdec.draft.join.paths import Paths
 from specdec.draft.join.survival import PathClass
+from specdec.draft.ngram.lookup import PagedTexts
 from specdec.steps import Needs
+from specdec.tables import TableName, TableStep
 
 
 class PathSource(ABC):
@@ -33,6 +35,7 @@ class PathSource(ABC):
     step: the need (see Needs) of rounds in which it proposes anything, which costs nothing in others, because graphs are
         captured by needs; empty: it does in all rounds.
     slot_bytes: what it keeps of each token of the first group of layers.
+    tables: of other texts that it reads, and how many tokens each holds.
     description: what it is, in a few words, said of a drafter that it is joined with.
     """
 
@@ -41,6 +44,7 @@ class PathSource(ABC):
     paths: Sequence[int]
     step: str = ""
     slot_bytes: int = 0
+    tables: Mapping[TableName, int] = {}
     description: str
 
     def load(self, device: torch.device) -> None:  # noqa: B027
@@ -63,6 +67,17 @@ class PathFinder(ABC):
 
     caches: Sequence[CachedBySlot] = ()
     rows: Rows | None = None
+
+    def follow(self, first: PathFinder) -> None:  # noqa: B027
+        """Told once of the first source, which keeps the rows' texts (see `text`)."""
+
+    def text(self, state: BatchState) -> PagedTexts:
+        """The texts of these rows.  Asked of the first source alone."""
+        raise NotImplementedError
+
+    def bring_table(self, step: TableStep) -> None:
+        """Takes a part of one of the source's tables; see `Drafter.bring_table`."""
+        raise NotImplementedError
 
     @abstractmethod
     def fill(self, state: BatchState, depth: int, out: Paths) -> None:

@@ -5,13 +5,17 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from specdec.draft.kind import SUFFIX
+from specdec.draft.kind import ANSWERS, CORPUS, SUFFIX
 from specdec.options import EngineOptions
 
 if TYPE_CHECKING:
     from specdec.draft.join.source import PathSource
 
-SOURCES = {SUFFIX: "specdec.draft.ngram.source"}  # how `draft=` spells a source: the module that makes it, by open_source
+SOURCES = {  # how `draft=` spells a source: the module that makes it, by open_source; own texts come first
+    SUFFIX: "specdec.draft.ngram.source",
+    CORPUS: "specdec.draft.suffix.corpus",
+    ANSWERS: "specdec.draft.suffix.answers",
+}
 
 
 def open_source(name: str, options: EngineOptions) -> PathSource:

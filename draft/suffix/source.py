@@ -14,13 +14,12 @@ from torch import Tensor
 from specdec.batch.state import BatchState
 from specdec.draft.drafter import DrafterContext, Rows
 from specdec.draft.join.paths import Paths
-from specdec.draft.join.source import PathFinder, PathSource, RowTexts
+from specdec.draft.join.source import PathFinder, PathSource
 from specdec.draft.join.survival import PathClass
 from specdec.draft.suffix.device_table import DeviceTable
 from specdec.draft.suffix.lookup import Continuations, find_continuations
 from specdec.draft.suffix.texts import ALL_ROWS
-from specdec.steps import RowEntry
-from specdec.tables import TableName, TableStep
+from specdec.tables import FillTable, TableName, TableStep
 
 # What is expected of the first token before anything was seen, by the length of the match; 0: there is none.
 FIRST = (0.01, 0.08, 0.15, 0.3, 0.4, 0.5, 0.55, 0.6, 0.7)
@@ -44,9 +43,9 @@ class TableSource(PathSource):
         (capacity,) = self.tables.values()
         self.table = DeviceTable(capacity, device)
 
-    def finder(self, context: DrafterContext, texts: RowTexts) -> TableFinder:
+    def finder(self, context: DrafterContext) -> TableFinder:
         assert self.table is not None, "it has its memory"
-        return TableFinder(self.table, context, texts, self.by_scope)
+        return TableFinder(self.table, context, self.by_scope)
 
 
 @dataclass(frozen=True)
@@ -60,11 +59,22 @@ class TableFinder(PathFinder):
     """Looks rows' last tokens up in a table."""
 
     rows: ScopeRows
+    own_texts: PathFinder
 
-    def __init__(self, table: DeviceTable, context: DrafterContext, texts: RowTexts, by_scope: bool) -> None:
-        self.table, self.texts, self.by_scope = table, texts, by_scope
-        self.rows = ScopeRows(torch.zeros(context.rows, dtype=torch.int64, device=context.device))
+    def __init__(self, table: DeviceTable, context: DrafterContext, by_scope: bool) -> None:
+        self.table, self.by_scope = table, by_scope
+        keys_R = torch.full((context.rows,), 0 if by_scope else ALL_ROWS, dtype=torch.int64, device=context.device)
+        self.rows = ScopeRows(keys_R)
+
+    def follow(self, first: PathFinder) -> None:
+        self.own_texts = first
+
+    def bring_table(self, step: TableStep) -> None:
+        if isinstance(step, FillTable):
+            self.table.fill(step.first, step.text_T, step.order_T)
+        else:
+            self.table.use(step.keys_S, step.bounds_S2)
 
     def fill(self, state: BatchState, depth: int, out: Paths) -> None:
-        keys_B = self.rows.narrow(state.rows).keys_R
-        find_continuations(self.table, self.texts.of(state), keys_B, depth, Continuations(out.tokens_BPD, out.lengths_BP))
+        keys_B, text = self.rows.narrow(state.rows).keys_R, self.own_texts.text(state)
+        find_continuations(self.table, text, keys_B, depth, Continuations(out.tokens_BPD, out.lengths_BP))

@@ -34,8 +34,6 @@ def read_corpus(path: str | Path, tokenizer: Tokenizer, most: int, nearest: str,
     ValueError if it can't be read so, or has more tokens.
     """
     place = Path(path)
-    if not place.is_file():
-        raise ValueError(f"corpus must be a file of text or a .jsonl file, got {str(path)!r}, which is none")
     if (size := place.stat().st_size) > most * MAX_TOKEN_BYTES:
         raise ValueError(
             f"corpus {str(path)!r} has {size:,} bytes, too many for the {most:,} tokens that corpus_memory holds; {nearest}"

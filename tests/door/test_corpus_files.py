@@ -58,8 +58,6 @@ def test_lines_of_json(tmp_path: Path) -> None:
 def test_files_that_are_refused(tmp_path: Path) -> None:
     """Keeps out: a long file that is read to its end before it is refused."""
     path = tmp_path / "a.txt"
-    with pytest.raises(ValueError, match="corpus must be a file of text or a .jsonl file, got .*a.txt"):
-        read(path)
     path.write_bytes(b"")
     with pytest.raises(ValueError, match="holds no text"):
         read(path)
