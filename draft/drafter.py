@@ -27,7 +27,7 @@ from specdec.batch.tree import DraftTree
 from specdec.config import SpecConfig
 from specdec.models.config import ModelConfig
 from specdec.models.target import Target
-from specdec.steps import Needs
+from specdec.steps import Needs, RowEntry
 from specdec.tables import TableName, TableStep
 
 
@@ -243,6 +243,9 @@ class Drafter(ABC):
     @abstractmethod
     def catch_up(self, state: BatchState, needs: Needs) -> None:
         """Learns all tokens that were kept.  A row without such tokens keeps its next draft as it is."""
+
+    def enter(self, entries: Sequence[RowEntry]) -> None:  # noqa: B027
+        """Requests take rows, outside of any graph; see EnterRows."""
 
     def bring_table(self, step: TableStep) -> None:
         """Takes a part of a table of texts that it reads, between two rounds; see `DraftModel.tables`."""

@@ -136,6 +136,7 @@ class RowEntry:
     encoder_input: None for a target without an encoder.
     written: of a request that held a row before, its output but the last token.
     state: of a target with recurrent layers, the number of the state with which the text goes on: a kept one, or ZEROS.
+    scope: the key of those whose earlier answers may be proposed; 0: nobody's.
     """
 
     row: int
@@ -147,6 +148,7 @@ class RowEntry:
     grammar: Grammar | None = None
     written: Sequence[int] = ()
     state: int = ZEROS
+    scope: int = 0
 
 
 @dataclass(frozen=True)
@@ -382,15 +384,12 @@ class Pending(Protocol):
 
     def read(self) -> list[Emitted]:
         """Waits for the device: one for each row of a round or part of a chunk.  To be called once.  A Try emits nothing."""
-        ...
 
     def drop(self) -> None:
         """Gives the result up without reading it."""
-        ...
 
     def seconds(self) -> float:
         """Seconds of a timed round or a Try.  To be called only after `read`."""
-        ...
 
 
 class Runner(Protocol):
@@ -398,4 +397,3 @@ class Runner(Protocol):
 
     def run(self, step: Step) -> Pending | None:
         """Launches the step.  Returns what a chunk or a round emits, or what a Try measures, to be read later; else None."""
-        ...

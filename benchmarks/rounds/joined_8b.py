@@ -24,6 +24,7 @@ from specdec.draft.join.drafter import JoinedModel
 from specdec.draft.join.sources import open_source
 from specdec.draft.suffix.host_table import Text, host_table
 from specdec.draft.suffix.source import TableSource
+from specdec.draft.suffix.texts import ALL_ROWS
 from specdec.options import EngineOptions
 
 SOURCES = {"head": (), "suffix": ("suffix",), "all": ("suffix", "corpus", "answers")}
@@ -41,7 +42,7 @@ def joined(head: DraftModel, names: tuple[str, ...], tokens: int) -> DraftModel:
             assert source.table is not None
             count = min(tokens, source.table.capacity - 2)
             text = Text(np.random.default_rng(0).integers(0, 100000, count).astype(np.int32))
-            made = host_table({source.common_key: [text]})
+            made = host_table({ALL_ROWS: [text]})
             source.table.fill(0, made.text_N, made.order_X)
             source.table.use(made.keys_S, made.bounds_S2)
     return JoinedModel(head, sources)

@@ -26,7 +26,7 @@ from specdec.draft.join.paths import Paths, end_paths
 from specdec.draft.join.source import PathFinder, PathSource
 from specdec.draft.join.survival import CHAIN, Survival
 from specdec.models.target import Target
-from specdec.steps import Needs
+from specdec.steps import Needs, RowEntry
 from specdec.tables import TableName, TableStep
 
 
@@ -157,6 +157,11 @@ class JoinedDrafter(Drafter):
         self.drafter.prefill(state, needs, prompts, first_B, features_TF)
         for finder in self.finders:
             finder.prefill(state, prompts, first_B)
+
+    def enter(self, entries: Sequence[RowEntry]) -> None:
+        self.drafter.enter(entries)
+        for finder in self.finders:
+            finder.enter(entries)
 
     def keep(self, state: BatchState, new: NewTokens) -> None:
         self.drafter.keep(state, new)

@@ -5,13 +5,14 @@ Shapes: R rows of the batch, B of them running.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from specdec.batch.state import BatchState
+from specdec.batch.transfer import to_device
 from specdec.draft.drafter import DrafterContext, Rows
 from specdec.draft.join.paths import Paths
 from specdec.draft.join.source import PathFinder, PathSource
@@ -19,6 +20,7 @@ from specdec.draft.join.survival import PathClass
 from specdec.draft.suffix.device_table import DeviceTable
 from specdec.draft.suffix.lookup import Continuations, find_continuations
 from specdec.draft.suffix.texts import ALL_ROWS
+from specdec.steps import RowEntry
 from specdec.tables import FillTable, TableName, TableStep
 
 # What is expected of the first token before anything was seen, by the length of the match; 0: there is none.
@@ -68,6 +70,16 @@ class TableFinder(PathFinder):
 
     def follow(self, first: PathFinder) -> None:
         self.own_texts = first
+
+    def enter(self, entries: Sequence[RowEntry]) -> None:
+        if self.by_scope:
+            device = self.rows.keys_R.device
+            rows_E, keys_E = to_device([(entry.row, entry.scope) for entry in entries], device).unbind(1)
+            self.rows.keys_R.index_copy_(0, rows_E, keys_E)
+
+    def clear_rows(self, rows_R: Tensor) -> None:
+        if self.by_scope:
+            self.rows.keys_R.index_fill_(0, rows_R, 0)
 
     def bring_table(self, step: TableStep) -> None:
         if isinstance(step, FillTable):

@@ -64,7 +64,7 @@ class TextPages:
         encoder_input = self.admission.encoder_input(request)
         written = tuple(request.output.token_ids[:-1]) if rules or grammar else ()
         number = self.admission.text_states.number(request) if self.admission.text_states else ZEROS
-        return RowEntry(row, tables, options, speculates, rules, encoder_input, grammar, written, number)
+        return RowEntry(row, tables, options, speculates, rules, encoder_input, grammar, written, number, scope=request.scope)
 
     def next_part(self, state: RequestState, row: int, tokens: int) -> PromptPart:
         """Plans a chunk's part of the request's text, see RequestState.next_part."""

@@ -25,6 +25,9 @@ from specdec.draft.join.survival_triton import launch_learn
 from specdec.draft.ngram.lookup import PagedTexts
 from specdec.draft.ngram.lookup_triton import launch_match_keys
 from specdec.draft.ngram.paths_triton import launch_paths
+from specdec.draft.suffix.device_table import DeviceTable
+from specdec.draft.suffix.lookup import Continuations
+from specdec.draft.suffix.lookup_triton import launch_continuations
 from specdec.draft.tree.branches_triton import launch_fork
 from specdec.draft.tree.build_tree_triton import launch_best_nodes
 from specdec.draft.tree.expand import Beam, Candidates
@@ -79,6 +82,7 @@ def joining(B: int) -> None:
         tree = DraftTree(ids(B, nodes), parents, 5, is_chain=scores is None, scores_BN=scores)
         survival, paths = Survival([CHAIN] * 3, here()), Paths(ids(B, 3, depth), ids(B, 3), ids(3))
         launch_paths(text, ids(B, 2), depth, paths.of_source(0, 2))
+        launch_continuations(DeviceTable(1 << 20, here()), text, ids(B), depth, Continuations(*paths.of_source(0, 2)[:2]))
         steps = launch_rates(paths, tree, survival, depth)
         launch_candidates(tree, paths.tokens_BPD, steps)
         new = NewTokens(counts(B), ids(B, depth + 1), ids(B), None)
