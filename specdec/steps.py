@@ -135,6 +135,7 @@ class RowEntry:
     encoder_input: None for a target without an encoder.
     written: of a request that held a row before, its output but the last token.
     state: of a target with recurrent layers, the number of the state with which the text goes on: a kept one, or ZEROS.
+    prediction: what the output may well be; None: nobody said.
     """
 
     row: int
@@ -146,6 +147,7 @@ class RowEntry:
     grammar: Grammar | None = None
     written: Sequence[int] = ()
     state: int = ZEROS
+    prediction: Sequence[int] | None = None
 
 
 @dataclass(frozen=True)

@@ -26,11 +26,13 @@ from specdec.draft.join.paths import Paths, end_paths
 from specdec.draft.join.source import PathFinder, PathSource
 from specdec.draft.join.survival import CHAIN, Survival
 from specdec.models.target import Target
-from specdec.steps import Needs
+from specdec.steps import Needs, RowEntry
 
 
 class JoinedModel(DraftModel):
     """A drafter, and the sources beside it.  The first of these gives every row a path as deep as paths may be."""
+
+    takes_predictions = True
 
     def __init__(self, drafter: DraftModel, sources: Sequence[PathSource]) -> None:
         super().__init__()
@@ -142,14 +144,20 @@ class JoinedDrafter(Drafter):
 
     def extend(self, state: BatchState, needs: Needs, new: NewTokens) -> None:
         self.drafter.extend(state, needs, new)
-        self.survival.learn(self._round(needs).paths.narrow(state.rows), new, state.active_B)
-        for finder in self.finders:
-            finder.extend(state, new)
+        places, paths = self._round(needs)
+        self.survival.learn(paths.narrow(state.rows), new, state.active_B)
+        for place in places:
+            place.finder.extend(state, new)
 
     def prefill(self, state: BatchState, needs: Needs, prompts: RaggedPrompts, first_B: Tensor, features_TF: Tensor) -> None:
         self.drafter.prefill(state, needs, prompts, first_B, features_TF)
         for finder in self.finders:
             finder.prefill(state, prompts, first_B)
+
+    def enter(self, entries: Sequence[RowEntry]) -> None:
+        self.drafter.enter(entries)
+        for finder in self.finders:
+            finder.enter(entries)
 
     def keep(self, state: BatchState, new: NewTokens) -> None:
         self.drafter.keep(state, new)

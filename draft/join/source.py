@@ -21,7 +21,7 @@ from specdec.batch.state import BatchState
 from specdec.draft.drafter import CachedBySlot, DrafterContext, Rows
 from specdec.draft.join.paths import Paths
 from specdec.draft.join.survival import PathClass
-from specdec.steps import Needs
+from specdec.steps import Needs, RowEntry
 
 
 class PathSource(ABC):
@@ -71,6 +71,9 @@ class PathFinder(ABC):
         out: its own paths of these rows, views with a stride between rows.  All their tokens are written: ids in the
         first `depth` places at most, and -1 after a path's end; a path without any is all -1.
         """
+
+    def enter(self, entries: Sequence[RowEntry]) -> None:  # noqa: B027
+        """Requests take rows, outside of any graph."""
 
     def extend(self, state: BatchState, new: NewTokens) -> None:  # noqa: B027
         """Learns what a round emitted, or a paused one.  state.lens_B is already the length after the round."""

@@ -255,6 +255,8 @@ class DeviceRunner:
                 tensor.index_copy_(0, rows_R, values_R)
         if self.workers.verifier.keeps_states:
             self.workers.verifier.enter_rows(rows_R, to_device([entry.state for entry in entries], device))
+        if self.workers.drafter is not None:
+            self.workers.drafter.enter(step.entries)
         for entry in step.entries:
             if entry.rules is not None:
                 assert state.tables is not None
