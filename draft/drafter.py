@@ -62,7 +62,7 @@ class DrafterContext(NamedTuple):
 
     spec: the shape of trees, or "auto".  shapes: those that it may be asked for, each round another one.
     caches: empty, one for each of the models in `DraftNeeds`.  slots: of the first group of layers, page_size of them a page.
-    span: how many tokens back the first group's slots are kept; None: all of them.
+    span: how many tokens back the first group's slots are kept; None: all of them.  max_positions: of the longest text.
     rows: of the batch, the last one of padding included.  max_pause: the most tokens of a row that rounds may emit without the
     drafter (see `Drafter.keep`); 0 if no round is ever paused.
     """
@@ -74,6 +74,7 @@ class DrafterContext(NamedTuple):
     slots: int
     page_size: int
     span: int | None
+    max_positions: int
     rows: int
     max_pause: int
     device: torch.device
@@ -105,6 +106,7 @@ class DraftModel(nn.Module, ABC):
     """A loaded drafter of any kind.  feature_size: how many numbers of a token it reads of the target, beside ids."""
 
     feature_size: int = 0
+    takes_predictions = False  # whether a request's own prediction is among what it proposes
 
     @property
     def tables(self) -> Mapping[TableName, int]:

@@ -107,11 +107,11 @@ def open_drafter(
         return None
     if isinstance(found, Joined):
         from specdec.draft.join.open import OpenJoined
-        from specdec.draft.join.sources import open_source
+        from specdec.draft.join.sources import ALWAYS, open_source
 
         own = open_drafter(found.drafter, options, target, target_folder)
         assert own is not None
-        return OpenJoined(own, [open_source(name, options) for name in found.sources])
+        return OpenJoined(own, [open_source(name, options) for name in (*found.sources, *ALWAYS)])
     if kind := kind_of(found):
         return kind.open(target_folder, target)
 

@@ -231,6 +231,18 @@ def require_ids(name: str, value: Any) -> tuple[int, ...]:
     return tuple(require_int(f"{name}[{i}]", token, 0, 2**31 - 1) for i, token in enumerate(ids))
 
 
+def require_prediction(name: str, value: Any) -> str | tuple[int, ...]:
+    """A text or ids, not empty."""
+    if isinstance(value, str):
+        require_characters(name, value)
+        kept: str | tuple[int, ...] = value
+    else:
+        kept = require_ids(name, value)
+    if not kept:
+        raise ValueError(f"{name} must not be empty; nearest setting that works: leave it out")
+    return kept
+
+
 def require_bias(name: str, value: Any) -> dict[int, float]:
     if not isinstance(value, Mapping):
         raise TypeError(f"{name} must be a dict from token ids to numbers, got {value!r} of type {type(value).__name__}")

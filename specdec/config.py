@@ -266,6 +266,8 @@ class SamplingParams:
     logprobs_mode: "raw" for the probabilities before all options, "processed" for those after them: of the distribution that
     was sampled from, or, in greedy decoding, of the changed logits.
 
+    prediction: what the answer may well be, as a text or a list of ids: a source of drafts, which changes no text.
+
     n: generations of each prompt; the one of number j, from 0 on, has the seed + j.  Greedy ones are all equal.
     """
 
@@ -314,6 +316,8 @@ class SamplingParams:
         step="top_n_sigma",
         **IDLE,
     )
+
+    prediction: str | Sequence[int] | None = option(None, checks.require_prediction, step="prediction", drafted=True)
 
     def __post_init__(self) -> None:
         checks.store(self, **{name: declared.checked(name, getattr(self, name)) for name, declared in SAMPLING_OPTIONS.items()})

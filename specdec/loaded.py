@@ -39,6 +39,7 @@ from specdec.prompts.encode import (
     checked_ids,
     encode_prompt,
     is_one_prompt,
+    prediction_of,
 )
 from specdec.prompts.tokenizer import Tokenizer
 from specdec.runner.runner import DeviceRunner
@@ -270,10 +271,12 @@ class LoadedDecoder:
             self.grammars.check(*rule)
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         drafts, decode, left_after = speculate and self.head is not None, self.tokenizer.decode, self.grammars.left_after
-        scope = self._tables.scope_of(cache_salt)
-        request = Request.new(
-            prompt_ids, sampling, seed, self.eos_ids, decode, streaming, drafts, encoder_ids, bad_words, left_after, scope
-        )
+        predicted = prediction_of(sampling, self.tokenizer, config.vocab_size, self.settings.max_seq_len)
+        if predicted is not None:
+            with about("prediction"):
+                self._check_predicts(drafts)
+        given = streaming, drafts, encoder_ids, bad_words, left_after, predicted, self._tables.scope_of(cache_salt)
+        request = Request.new(prompt_ids, sampling, seed, self.eos_ids, decode, *given)
         self.engine.check(request)
         return request
 
@@ -288,6 +291,17 @@ class LoadedDecoder:
                     "cache_salt separates earlier answers, and prefix_caching=True shares keys and values among all requests; "
                     "nearest setting that works: prefix_caching=False, or no cache_salt"
                 )
+
+    def _check_predicts(self, drafts: bool) -> None:
+        """ValueError if a prediction would do nothing.  drafts: whether the request speculates."""
+        if self.head is not None and not drafts:
+            raise ValueError("prediction would do nothing with speculate=False; nearest setting that works: speculate=True")
+        if self.head is None or not self.head.takes_predictions:
+            raise ValueError(
+                "prediction needs a decoder whose trees have several sources, and this one drafts "
+                + ("nothing" if self.head is None else "by its drafter alone")
+                + "; nearest settings that work: draft=[DRAFT, 'suffix'], or draft='ngram'"
+            )
 
 
 def _wait(queues: Sequence[OutputQueue], news: SimpleQueue[None], show: Progress | None) -> None:

@@ -136,7 +136,8 @@ class RowEntry:
     encoder_input: None for a target without an encoder.
     written: of a request that held a row before, its output but the last token.
     state: of a target with recurrent layers, the number of the state with which the text goes on: a kept one, or ZEROS.
-    scope: the key of those whose earlier answers may be proposed; 0: nobody's.
+    prediction: what the output may well be; None: nobody said.  scope: the key of those whose earlier answers may be proposed;
+    0: nobody's.
     """
 
     row: int
@@ -148,6 +149,7 @@ class RowEntry:
     grammar: Grammar | None = None
     written: Sequence[int] = ()
     state: int = ZEROS
+    prediction: Sequence[int] | None = None
     scope: int = 0
 
 

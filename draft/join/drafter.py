@@ -33,6 +33,8 @@ from specdec.tables import TableName, TableStep
 class JoinedModel(DraftModel):
     """A drafter, and the sources beside it.  The first of these gives every row a path as deep as paths may be."""
 
+    takes_predictions = True
+
     def __init__(self, drafter: DraftModel, sources: Sequence[PathSource]) -> None:
         super().__init__()
         self.drafter, self.feature_size, self.sources = drafter, drafter.feature_size, tuple(sources)
@@ -149,9 +151,10 @@ class JoinedDrafter(Drafter):
 
     def extend(self, state: BatchState, needs: Needs, new: NewTokens) -> None:
         self.drafter.extend(state, needs, new)
-        self.survival.learn(self._round(needs).paths.narrow(state.rows), new, state.active_B)
-        for finder in self.finders:
-            finder.extend(state, new)
+        places, paths = self._round(needs)
+        self.survival.learn(paths.narrow(state.rows), new, state.active_B)
+        for place in places:
+            place.finder.extend(state, new)
 
     def prefill(self, state: BatchState, needs: Needs, prompts: RaggedPrompts, first_B: Tensor, features_TF: Tensor) -> None:
         self.drafter.prefill(state, needs, prompts, first_B, features_TF)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from specdec.draft.kind import ANSWERS, CORPUS, SUFFIX
+from specdec.draft.kind import ANSWERS, CORPUS, PREDICTION, SUFFIX
 from specdec.options import EngineOptions
 
 if TYPE_CHECKING:
@@ -17,9 +17,11 @@ SOURCES = {  # how `draft=` spells a source: the module that makes it, by open_s
     ANSWERS: "specdec.draft.suffix.answers",
 }
 
+ALWAYS = {PREDICTION: "specdec.draft.prediction.source"}  # likewise, of sources that join wherever others do
+
 
 def open_source(name: str, options: EngineOptions) -> PathSource:
     """The source of that name.  ValueError if these options make it impossible."""
-    source: PathSource = import_module(SOURCES[name]).open_source(options)
+    source: PathSource = import_module({**SOURCES, **ALWAYS}[name]).open_source(options)
     assert source.name == name
     return source

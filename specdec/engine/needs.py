@@ -54,6 +54,10 @@ class RowChoice(NamedTuple):
         rules = TokenRules(tuple(seen) if needs.history else (), tuple(bias.items()), phrases, banned)
         return cls(options, rules, needs, grammar)
 
+    def with_prediction(self) -> RowChoice:
+        """The same of a row whose request brings a prediction of its answer."""
+        return self._replace(needs=union((self.needs, Needs.of("prediction"))))
+
 
 def _steps_of_numbers(sampling: SamplingParams) -> set[str]:
     """What the numbers that a row's table holds take of a pass, which is less in greedy rows."""

@@ -38,6 +38,7 @@ class Request:
     has_entered: bool = False  # whether it has had a row
     is_submitted: bool = False  # whether an engine's thread has taken it; that can happen once only
     encoder_ids: list[int] | None = None  # what the target's encoder reads; None for a target without one
+    prediction_ids: Sequence[int] | None = None  # what the output may well be; None: nobody said
     drafted_until: int | None = None  # how many tokens the drafter knows, since it stopped there; None: it goes on
     origins: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -58,16 +59,19 @@ class Request:
         encoder_ids: list[int] | None = None,
         bad_words: Sequence[Sequence[int]] = (),
         left_after: LeftAfter | None = None,
+        prediction_ids: Sequence[int] | None = None,
         scope: int = 0,
     ) -> Request:
         """A request that has no output yet.  eos_ids: see Trimmer.
 
-        seed: the caller's, or one that was drawn.  bad_words: those of `sampling` as ids.
+        seed: the caller's, or one that was drawn.  bad_words, prediction_ids: those of `sampling` as ids.
         """
         output = Trimmer(sampling, eos_ids, decode, prompt_ids, streaming)
         choice = RowChoice.of(sampling, seed, prompt_ids, bad_words, eos_ids)
-        own = {"encoder_ids": encoder_ids, "left_after": left_after, "scope": scope}
-        return cls(prompt_ids, sampling, choice, output, speculate, streaming, **own)  # type: ignore[arg-type]
+        if prediction_ids is not None:
+            choice = choice.with_prediction()
+        more = {"encoder_ids": encoder_ids, "left_after": left_after, "prediction_ids": prediction_ids, "scope": scope}
+        return cls(prompt_ids, sampling, choice, output, speculate, streaming, **more)  # type: ignore[arg-type]
 
     @property
     def given_ids(self) -> list[int]:

@@ -122,6 +122,8 @@ def _sampling(values: dict[str, Any], n: int, path: str) -> SamplingParams:
     given = {name: values[name] for name in fields.SAMPLING_FIELDS if name in values}
     if isinstance(given.get("logit_bias"), dict):
         given["logit_bias"] = _logit_bias(given["logit_bias"])
+    if "prediction" in values:
+        given["prediction"] = _prediction(values["prediction"])
     given["logprobs"] = _chat_logprobs(values) if path == fields.CHAT else _completion_logprobs(values)
     said_by = {}
     for name, rule in grammar_of(values).items():
@@ -135,6 +137,17 @@ def _sampling(values: dict[str, Any], n: int, path: str) -> SamplingParams:
         nearest = MAX_SEED - n + 1
         raise wrong("seed", f"seed + n - 1 must be at most {MAX_SEED}; nearest setting that works: seed={nearest}")
     return sampling
+
+
+def _prediction(value: Any) -> str:
+    """The text of OpenAI's form of a prediction, whose content is a text or a list of parts."""
+    if not isinstance(value, dict) or value.keys() != {"type", "content"} or value["type"] != "content":
+        expected = "prediction must be {'type': 'content', 'content': ...}"
+        raise wrong("prediction", f"{expected}, got {str(value)[:200]!r}" if len(str(value)) > 200 else f"{expected}, got {value!r}")
+    content = value["content"]
+    if isinstance(content, list):
+        return "".join(_text_part(part, f"prediction.content[{i}]") for i, part in enumerate(content))
+    return _checked("prediction", _require_text, content)  # type: ignore[no-any-return]
 
 
 def _logit_bias(value: dict[str, Any]) -> dict[int, Any]:
