@@ -28,7 +28,7 @@ from specdec.config import SpecConfig
 from specdec.models.config import ModelConfig
 from specdec.models.target import Target
 from specdec.steps import Needs, RowEntry
-from specdec.tables import TableName, TableStep
+from specdec.tables.steps import TableName, TableStep
 
 
 @dataclass(frozen=True)

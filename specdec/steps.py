@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from specdec.config import SAMPLING_OPTIONS, GrammarKind, SpecConfig
 from specdec.limits import ZEROS
-from specdec.tables import TableStep
+from specdec.tables.steps import TableStep
 
 RoundKind = Literal["plain", "paused", "speculative"]
 STEPS = tuple(dict.fromkeys(declared.step for declared in SAMPLING_OPTIONS.values() if declared.step))

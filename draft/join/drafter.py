@@ -27,7 +27,7 @@ from specdec.draft.join.source import PathFinder, PathSource
 from specdec.draft.join.survival import CHAIN, Survival
 from specdec.models.target import Target
 from specdec.steps import Needs, RowEntry
-from specdec.tables import TableName, TableStep
+from specdec.tables.steps import TableName, TableStep
 
 
 class JoinedModel(DraftModel):

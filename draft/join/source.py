@@ -23,7 +23,7 @@ from specdec.draft.join.paths import Paths
 from specdec.draft.join.survival import PathClass
 from specdec.draft.ngram.lookup import PagedTexts
 from specdec.steps import Needs, RowEntry
-from specdec.tables import TableName, TableStep
+from specdec.tables.steps import TableName, TableStep
 
 
 class PathSource(ABC):

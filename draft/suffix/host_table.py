@@ -19,7 +19,7 @@ TOKEN_BYTES = 16  # of a table on a device: a token and its place, in a table th
 MAX_SCOPES = 1024  # of a table
 
 
-class Text(NamedTuple):
+class TableText(NamedTuple):
     """tokens_T: int32.  context: how many of the first ones are read to find places, and never proposed."""
 
     tokens_T: Ints
@@ -42,7 +42,7 @@ class HostTable(NamedTuple):
     bounds_S2: Ints
 
 
-def host_table(texts: Mapping[int, Sequence[Text]]) -> HostTable:
+def host_table(texts: Mapping[int, Sequence[TableText]]) -> HostTable:
     """The table of these texts, by the key of their scope; at most MAX_SCOPES."""
     assert len(texts) <= MAX_SCOPES and 0 not in texts
     end = np.full(1, NO_TOKEN, dtype=np.int32)

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 
 from specdec.draft.ngram.lookup import MAX_MATCH
-from specdec.draft.suffix.host_table import HostTable, Text, host_table
+from specdec.draft.suffix.host_table import HostTable, TableText, host_table
 from specdec.draft.suffix.texts import Answers, Corpora
-from specdec.tables import PART_TOKENS, FillTable, TableName, TableStep, UseTable
+from specdec.tables.steps import PART_TOKENS, FillTable, TableName, TableStep, UseTable
 
 REST = 4.0  # times as long as a table took to be made nothing is made: a fifth of one processor at most
 Emit = Callable[[list[TableStep]], object]  # takes the steps of one table, to be run in this order, one between two rounds
@@ -35,7 +35,7 @@ class TableKeeper:
         self._is_closed, self._is_making = False, False
         self._thread: threading.Thread | None = None
 
-    def set_corpus(self, name: str, texts: Sequence[Text]) -> None:
+    def set_corpus(self, name: str, texts: Sequence[TableText]) -> None:
         """Adds a corpus, or puts it in the place of the one that was called so.  ValueError if it does not fit."""
         assert self.corpora is not None
         with self._news:
@@ -50,7 +50,7 @@ class TableKeeper:
             self._finished.append((scope, prompt[-MAX_MATCH:], output))
             self._note("answers")
 
-    def first_corpus(self, name: str, texts: Sequence[Text]) -> list[TableStep]:
+    def first_corpus(self, name: str, texts: Sequence[TableText]) -> list[TableStep]:
         """The steps of a table with this corpus, made on the caller's thread.  ValueError if it does not fit."""
         assert self.corpora is not None
         self.corpora.set(name, texts)
@@ -87,7 +87,7 @@ class TableKeeper:
         with self._news:
             source = self.corpora if name == "corpus" else self.answers
             assert source is not None
-            texts: Mapping[int, Sequence[Text]] = source.by_scope()
+            texts: Mapping[int, Sequence[TableText]] = source.by_scope()
         return host_table(texts)
 
     def _run(self) -> None:
@@ -107,9 +107,9 @@ class TableKeeper:
                 self._news.wait_for(lambda: self._is_closed, timeout=rest)
 
 
-def steps_of(name: TableName, table: HostTable) -> Iterator[TableStep]:
-    """The steps that bring a table to a device, part by part."""
-    for first in range(0, len(table.text_N), PART_TOKENS):
-        part = slice(first, first + PART_TOKENS)
+def steps_of(name: TableName, table: HostTable, most: int = PART_TOKENS) -> Iterator[TableStep]:
+    """The steps that bring a table to a device, part by part.  most: tokens of a part."""
+    for first in range(0, len(table.text_N), most):
+        part = slice(first, first + most)
         yield FillTable(name, first, table.text_N[part], table.order_X[part])
     yield UseTable(name, table.keys_S, table.bounds_S2)

@@ -21,7 +21,7 @@ from specdec.draft.suffix.device_table import DeviceTable
 from specdec.draft.suffix.lookup import Continuations, find_continuations
 from specdec.draft.suffix.texts import ALL_ROWS
 from specdec.steps import RowEntry
-from specdec.tables import FillTable, TableName, TableStep
+from specdec.tables.steps import FillTable, TableName, TableStep
 
 # What is expected of the first token before anything was seen, by the length of the match; 0: there is none.
 FIRST = (0.01, 0.08, 0.15, 0.3, 0.4, 0.5, 0.55, 0.6, 0.7)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from specdec.draft.suffix.host_table import MAX_SCOPES, TOKEN_BYTES, Text
+from specdec.draft.suffix.host_table import MAX_SCOPES, TOKEN_BYTES, TableText
 
 ANSWERS_SHARE = 16  # earlier answers take one such part of corpus_memory, and corpora the others
 MAX_ANSWERS = 8192  # that are kept: a table of more, of a few tokens each, would take the host long to make
@@ -31,7 +31,7 @@ class Corpora:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self._texts = dict[str, list[Text]]()
+        self._texts = dict[str, list[TableText]]()
 
     @property
     def names(self) -> list[str]:
@@ -42,7 +42,7 @@ class Corpora:
         others = [text for other, texts in self._texts.items() if other != name for text in texts]
         return self.capacity - 1 - sum(text.room for text in others)
 
-    def set(self, name: str, texts: Sequence[Text]) -> None:
+    def set(self, name: str, texts: Sequence[TableText]) -> None:
         """Adds or replaces a corpus; one without texts is forgotten.  ValueError if there is no room."""
         if (room := sum(text.room for text in texts)) > (left := self.left(name)):
             needed = memory_for(self.capacity - left + room)
@@ -54,7 +54,7 @@ class Corpora:
         if texts:
             self._texts[name] = list(texts)
 
-    def by_scope(self) -> Mapping[int, Sequence[Text]]:
+    def by_scope(self) -> Mapping[int, Sequence[TableText]]:
         texts = [text for own in self._texts.values() for text in own]
         return {ALL_ROWS: texts} if texts else {}
 
@@ -64,7 +64,7 @@ class Answers:
 
     def __init__(self, capacity: int) -> None:
         self.capacity, self._room = capacity, 1
-        self._texts = deque[tuple[int, Text]]()  # the oldest first
+        self._texts = deque[tuple[int, TableText]]()  # the oldest first
         self._counts = dict[int, int]()  # of each scope
 
     def add(self, scope: int, context: Sequence[int], output: Sequence[int]) -> None:
@@ -72,7 +72,7 @@ class Answers:
         tokens = [*context, *output]
         most = self.capacity - 2
         context_left = max(0, len(context) - max(0, len(tokens) - most))
-        text = Text(np.asarray(tokens[-most:], dtype=np.int32), context_left)
+        text = TableText(np.asarray(tokens[-most:], dtype=np.int32), context_left)
         self._texts.append((scope, text))
         self._room += text.room
         self._counts[scope] = self._counts.get(scope, 0) + 1
@@ -83,8 +83,8 @@ class Answers:
             if not self._counts[oldest]:
                 del self._counts[oldest]
 
-    def by_scope(self) -> Mapping[int, Sequence[Text]]:
-        found = dict[int, list[Text]]()
+    def by_scope(self) -> Mapping[int, Sequence[TableText]]:
+        found = dict[int, list[TableText]]()
         for scope, text in self._texts:
             found.setdefault(scope, []).append(text)
         return found

@@ -21,7 +21,7 @@ from typing import Any
 from specdec.engine.loop import Engine
 from specdec.engine.output_queue import OutputQueue
 from specdec.engine.request import Request
-from specdec.tables import TableStep
+from specdec.tables.steps import TableStep
 
 # After an error the engine tells its runner which rows have ended.  If that fails as well, in so many steps in a row, nothing
 # can run any more: most often the GPU has failed, after which every call to it fails.  The same holds of errors that end no

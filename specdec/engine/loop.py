@@ -19,7 +19,7 @@ from specdec.engine.scheduler import Scheduler
 from specdec.engine.totals import Totals
 from specdec.startup import STARTUP
 from specdec.steps import Pending, RunChunk, Runner, RunRound, Step, Try
-from specdec.tables import TableStep
+from specdec.tables.steps import TableStep
 
 R = TypeVar("R", bound=Runner)
 

@@ -39,7 +39,7 @@ def read_corpus(path: str | Path, tokenizer: Tokenizer, most: int, nearest: str,
             f"corpus {str(path)!r} has {size:,} bytes, too many for the {most:,} tokens that corpus_memory holds; {nearest}"
         )
     with place.open("rb") as file:
-        texts = json_texts(file, str(path)) if place.suffix == ".jsonl" else [_pieces_of_file(file, str(path))]
+        texts = json_texts(file, str(path)) if place.suffix == ".jsonl" else [pieces_of_file(file, str(path))]
         found = encoded(texts, tokenizer, f"corpus {str(path)!r}", most, nearest, vocab_size)
     if not found:
         raise ValueError(f"corpus {str(path)!r} holds no text; nearest thing that works: a file with some text")
@@ -69,11 +69,11 @@ def encoded(
     return found
 
 
-def cut(text: str) -> Iterator[str]:
-    """The text in pieces of at most PIECE characters."""
+def cut(text: str, most: int = PIECE) -> Iterator[str]:
+    """The text in pieces of at most so many characters."""
     begin = 0
-    while len(text) - begin > PIECE:
-        end = _cut_at(text[begin : begin + PIECE])
+    while len(text) - begin > most:
+        end = _cut_at(text[begin : begin + most])
         yield text[begin : begin + end]
         begin += end
     yield text[begin:]
@@ -97,11 +97,11 @@ def json_texts(file: IO[bytes], name: str) -> Iterator[Iterator[str]]:
         yield cut(text)
 
 
-def _pieces_of_file(file: IO[bytes], name: str) -> Iterator[str]:
-    """The text of a file in pieces, each of whole characters."""
+def pieces_of_file(file: IO[bytes], name: str, most: int = PIECE) -> Iterator[str]:
+    """The text of a file in pieces, each of whole characters and at most so many bytes."""
     left, read = b"", 0
     while True:
-        more = file.read(PIECE - len(left))
+        more = file.read(most - len(left))
         data = left + more
         if not data:
             return

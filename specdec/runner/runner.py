@@ -36,7 +36,7 @@ from specdec.runner.prompts import PromptRunner
 from specdec.runner.readback import Readback
 from specdec.runner.rounds import RoundRunner
 from specdec.runner.workers import Workers
-from specdec.tables import FillTable, TableStep, UseTable
+from specdec.tables.steps import FillTable, TableStep, UseTable
 from specdec.verify.synthetic import SyntheticAcceptance
 
 R = TypeVar("R")

@@ -5,14 +5,14 @@ import threading
 import numpy as np
 import pytest
 
-from specdec.draft.suffix.host_table import HostTable, Text, host_table
+from specdec.draft.suffix.host_table import HostTable, TableText, host_table
 from specdec.draft.suffix.keeper import TableKeeper, steps_of
 from specdec.draft.suffix.texts import ALL_ROWS, Answers, Corpora, capacities, memory_for
-from specdec.tables import FillTable, TableStep, UseTable
+from specdec.tables.steps import FillTable, TableStep, UseTable
 
 
-def text(*tokens: int, context: int = 0) -> Text:
-    return Text(np.asarray(tokens, dtype=np.int32), context)
+def text(*tokens: int, context: int = 0) -> TableText:
+    return TableText(np.asarray(tokens, dtype=np.int32), context)
 
 
 def taken(steps: list[TableStep], name: str) -> HostTable:
@@ -27,11 +27,10 @@ def taken(steps: list[TableStep], name: str) -> HostTable:
     return HostTable(*arrays, end.keys_S, end.bounds_S2)
 
 
-def test_a_table_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_in_parts() -> None:
     """Keeps out: parts that overlap, and an end that comes before the last part."""
-    monkeypatch.setattr("specdec.draft.suffix.keeper.PART_TOKENS", 4)
     table = host_table({5: [text(*range(9)), text(3, 4, 5)], 8: [text(1, 2)]})
-    steps = list(steps_of("corpus", table))
+    steps = list(steps_of("corpus", table, most=4))
     assert [getattr(step, "first", None) for step in steps] == [0, 4, 8, 12, 16, None]
     for ours, theirs in zip(taken(steps, "corpus"), table, strict=True):
         assert np.array_equal(ours, theirs)

@@ -10,12 +10,12 @@ from toolkit.oracles.ngrams import random_texts
 
 from specdec.draft.ngram.lookup import MAX_MATCH, PagedTexts
 from specdec.draft.suffix.device_table import DeviceTable
-from specdec.draft.suffix.host_table import HostTable, Text, host_table
+from specdec.draft.suffix.host_table import HostTable, TableText, host_table
 from specdec.draft.suffix.lookup import CONTINUATIONS, Continuations, find_continuations
 from specdec.draft.suffix.sort import sorted_places
 
 LENS, DEPTH = [0, 1, 2, 3, 17, 33, 48], 6
-Scopes = dict[int, list[Text]]
+Scopes = dict[int, list[TableText]]
 
 
 def some_texts(seed: int, scopes: int, alphabet: int) -> Scopes:
@@ -23,7 +23,7 @@ def some_texts(seed: int, scopes: int, alphabet: int) -> Scopes:
     rng = random.Random(seed)
     return {
         10 + 7 * scope: [
-            Text(np.asarray([rng.randrange(alphabet) for _ in range(rng.randrange(40))], dtype=np.int32), rng.randrange(4))
+            TableText(np.asarray([rng.randrange(alphabet) for _ in range(rng.randrange(40))], dtype=np.int32), rng.randrange(4))
             for _ in range(rng.randrange(5))
         ]
         for scope in range(scopes)
@@ -61,7 +61,7 @@ def found_by_kernel(table: DeviceTable, paged: PagedTexts, keys: torch.Tensor, d
     return out
 
 
-def matches_by_hand(texts: list[Text], entries: list[int], depth: int) -> dict[tuple[int, tuple[int, ...]], int]:
+def matches_by_hand(texts: list[TableText], entries: list[int], depth: int) -> dict[tuple[int, tuple[int, ...]], int]:
     """How often each (length of the match, continuation) occurs, over all places of these texts that match at all."""
     found: dict[tuple[int, tuple[int, ...]], int] = {}
     for text in texts:
@@ -101,7 +101,7 @@ def test_the_longest_match_is_found(seed: int) -> None:
 def test_the_commonest_continuation_comes_first() -> None:
     """Keeps out: the first place in place of what most texts go on with."""
     often, once = ([5, 6, 7, *end] for end in ([1, 2, 3], [4, 4, 4]))
-    table = host_table({3: [Text(np.asarray(tokens, dtype=np.int32)) for tokens in (once, often, often)]})
+    table = host_table({3: [TableText(np.asarray(tokens, dtype=np.int32)) for tokens in (once, often, often)]})
     paged, _ = random_texts([3], 9, None, 0)
     paged.tokens_N[paged.pages.slots_at(torch.arange(3)[None])[0]] = torch.tensor([5, 6, 7], dtype=torch.int32)
     got = found(on_device(table, 64, torch.device("cpu")), paged, torch.tensor([3]), 4)
@@ -139,7 +139,7 @@ def test_the_kernel_on_a_gpu() -> None:
 def test_a_large_table_on_a_gpu() -> None:
     """Keeps out: too few steps of the search, and numbers that leave 32 bits, in a table of millions of places."""
     tokens = np.random.default_rng(0).integers(0, 50, 3_000_000).astype(np.int32)
-    table = host_table({5: [Text(tokens)]})
+    table = host_table({5: [TableText(tokens)]})
     paged, _ = random_texts(LENS, 50, None, 1)
     keys = torch.full((len(LENS),), 5)
     want = found(on_device(table, 4_000_000, torch.device("cpu")), paged, keys, 16)
@@ -167,5 +167,5 @@ def test_a_text_of_one_token_is_sorted_as_fast() -> None:
     import time
 
     begun = time.perf_counter()
-    table = host_table({1: [Text(np.zeros(1 << 20, dtype=np.int32))]})
+    table = host_table({1: [TableText(np.zeros(1 << 20, dtype=np.int32))]})
     assert time.perf_counter() - begun < 20 and len(table.order_X) == 1 << 20

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from toolkit.driver import Driver
 from toolkit.heads.block_zoo import HEADS
@@ -12,8 +11,6 @@ from toolkit.parallel.decoders import with_ranks
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.draft.find import Joined, find_drafter
-from specdec.draft.suffix.host_table import Text
-from specdec.draft.suffix.keeper import steps_of
 from specdec.draft.suffix.source import TableFinder
 from specdec.options import EngineOptions
 
@@ -35,20 +32,6 @@ def finder_of(decoder: SpecDecoder, name: str) -> TableFinder:
     return found
 
 
-def bring(decoder: SpecDecoder, texts: list[list[int]]) -> None:
-    """Makes these ids the decoder's corpus, at once."""
-    keeper = decoder._tables.keeper
-    for step in keeper.first_corpus("ids", [Text(np.asarray(ids, dtype=np.int32)) for ids in texts]):
-        decoder.engine.runner.run(step)
-
-
-def settle(decoder: SpecDecoder) -> None:
-    """Waits until all answers so far are in the table."""
-    assert decoder._tables.keeper.wait()
-    decoder.owner.settle()
-    assert not decoder.engine.table_steps
-
-
 CASES: list[tuple[tuple[str, ...], str, Any, dict[str, Any]]] = [
     (("corpus",), "eagle3", (3, 3, 9), {"page_size": 1}),
     (("suffix", "answers"), "eagle3", (3, 1, 4), {"page_size": 4, "prefix_caching": True, "prefill_chunk": 5}),
@@ -67,7 +50,9 @@ def test_text_is_the_target_s(zoo: Zoo, sources: tuple[str, ...], head: str, sha
     want = [zoo.greedy("llama", prompt, 24) for prompt in prompts]
     if "corpus" in sources:
         texts = [prompt + out for prompt, out in zip(prompts, want, strict=True)]
-        bring(decoder, [*texts, *(text[::-1] for text in texts), [text[0] for text in texts for _ in range(40)], [5] * 3000])
+        Driver(decoder).bring_corpus(
+            [*texts, *(text[::-1] for text in texts), [text[0] for text in texts for _ in range(40)], [5] * 3000]
+        )
     sampled = SamplingParams(max_tokens=12, temperature=1.1, seed=3)
     for _ in range(2):  # the second time earlier answers are found
         outputs = decoder.generate(prompts, SamplingParams(max_tokens=24))
@@ -77,7 +62,7 @@ def test_text_is_the_target_s(zoo: Zoo, sources: tuple[str, ...], head: str, sha
         fast, plain = (decoder.generate(prompts[:2], sampled, speculate=on) for on in (True, False))
         assert [out.token_ids for out in fast] == [out.token_ids for out in plain]
         if "answers" in sources:
-            settle(decoder)
+            Driver(decoder).settle_tables()
     driver.assert_nothing_leaked()
 
 
@@ -87,7 +72,7 @@ def test_a_corpus_is_accepted(zoo: Zoo) -> None:
     want = [zoo.greedy("llama", prompt, 30) for prompt in prompts]
     decoder = joined(zoo, "corpus", shape=(2, 2, 12, 11))
     before = decoder.generate(prompts, SamplingParams(max_tokens=30))
-    bring(decoder, [prompt + out for prompt, out in zip(prompts, want, strict=True)])
+    Driver(decoder).bring_corpus([prompt + out for prompt, out in zip(prompts, want, strict=True)])
     for _ in range(3):  # once it is known what a corpus is worth
         after = decoder.generate(prompts, SamplingParams(max_tokens=30))
     assert [out.token_ids for out in after] == want
@@ -103,7 +88,7 @@ def test_second_answers_come_of_the_first(zoo: Zoo) -> None:
     for _ in range(4):
         outputs = decoder.generate(prompts, sampling)
         rounds.append(sum(out.stats.rounds for out in outputs))
-        settle(decoder)
+        Driver(decoder).settle_tables()
     assert rounds[-1] < 0.6 * rounds[0]
 
 
@@ -123,7 +108,7 @@ def test_no_text_reaches_another_scope(zoo: Zoo) -> None:
     finder.fill = noted  # type: ignore[method-assign]
     for salt in ("a", "b", None):
         decoder.generate(prompts, sampling, cache_salt=salt)
-        settle(decoder)
+        Driver(decoder).settle_tables()
         own = tables.scope_of(salt)
         assert all(key in (0, own) for key, _ in seen)
         assert all(length == 0 for key, length in seen if not key)
@@ -159,11 +144,11 @@ def test_ranks_verify_the_same_trees(zoo: Zoo) -> None:
     texts = [prompt + zoo.greedy("llama", prompt, 20) for prompt in prompts]
 
     def use(decoder: SpecDecoder) -> list[tuple[list[int], list[int]]]:
-        bring(decoder, texts)
+        Driver(decoder).bring_corpus(texts)
         found = []
         for _ in range(2):
             outputs = decoder.generate(prompts, sampling)
-            settle(decoder)
+            Driver(decoder).settle_tables()
             found += [(out.token_ids, out.stats.accepted_per_round) for out in outputs]
         return found
 
@@ -208,28 +193,21 @@ def test_captured_rounds(zoo: Zoo, shape: Any, graphs: Any) -> None:
         assert [out.token_ids for outs in found for out in outs] == 2 * want
         lengths.append([sum(out.stats.rounds for out in outs) for outs in found])
         for each in (decoder, on_cpu):
-            settle(each)
-    bring(decoder, [prompt + out for prompt, out in zip(prompts, want, strict=True)])
+            Driver(each).settle_tables()
+    Driver(decoder).bring_corpus([prompt + out for prompt, out in zip(prompts, want, strict=True)])
     assert [out.token_ids for out in decoder.generate(prompts, sampling)] == want
     assert lengths[-1][0] < 0.8 * lengths[0][0] and abs(lengths[-1][0] - lengths[-1][1]) <= 0.25 * lengths[-1][1]
 
 
-def test_parts_of_a_table_come_between_rounds(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_a_table_come_between_rounds(zoo: Zoo) -> None:
     """Keeps out: a round that waits for a whole table, and a table half of which is read."""
-    monkeypatch.setattr("specdec.draft.suffix.keeper.PART_TOKENS", 8)
     decoder = joined(zoo, "corpus")
-    table = decoder._tables.keeper
-    assert table.corpora is not None
-    table.corpora.set("ids", [Text(np.arange(30, dtype=np.int32))])
-    steps = list(steps_of("corpus", table._table("corpus")))
-    assert len(steps) == 5
-    driver = Driver(decoder)
-    decoder.engine.table_steps.extend(steps)
-    decoder.engine.submit([decoder.new_request([1, 2, 3], SamplingParams(max_tokens=12))])
-    left = []
-    while not decoder.engine.is_idle:
-        decoder.engine.step()
-        left.append(len(decoder.engine.table_steps))
-    assert left[:6] == [4, 3, 2, 1, 0, 0]
-    assert finder_of(decoder, "corpus").table.bounds_2S2.amax() == 30
+    driver, left = Driver(decoder), list[int]()
+    request = driver.submit([1, 2, 3], SamplingParams(max_tokens=12))
+    driver.bring_corpus([range(30)], most=8)
+    while not request.is_done:
+        left.append(driver.coming_parts)
+        driver.step()
+    assert left[:6] == [5, 4, 3, 2, 1, 0]
+    assert int(finder_of(decoder, "corpus").table.bounds_2S2.amax()) == 30
     driver.assert_nothing_leaked()

@@ -11,14 +11,14 @@ from hashlib import blake2b
 from pathlib import Path
 
 from specdec.checks import about
-from specdec.draft.suffix.host_table import Text
+from specdec.draft.suffix.host_table import TableText
 from specdec.draft.suffix.keeper import TableKeeper
 from specdec.draft.suffix.texts import Answers, Corpora, memory_for
 from specdec.engine.engine_thread import EngineThread
 from specdec.engine.request import Request
 from specdec.prompts.corpus import MAX_TOKEN_BYTES, cut, encoded, read_corpus
 from specdec.prompts.tokenizer import Tokenizer
-from specdec.tables import TableName, TableStep
+from specdec.tables.steps import TableName, TableStep
 
 FILE = "file"  # what the corpus is called that the options name
 MAX_NAME = 200  # characters
@@ -55,7 +55,7 @@ class SourceTables:
         size = Path(path).stat().st_size if Path(path).is_file() else 0
         nearest = f"nearest settings that work: a shorter file, or corpus_memory={memory_for(size // 2)!r}"
         found = read_corpus(path, self._tokenizer, most, nearest, self._vocab_size)
-        for step in self.keeper.first_corpus(FILE, [Text(tokens) for tokens in found]):
+        for step in self.keeper.first_corpus(FILE, [TableText(tokens) for tokens in found]):
             run(step)
 
     def set_corpus(self, name: str, texts: Sequence[str]) -> int:
@@ -75,7 +75,7 @@ class SourceTables:
             raise ValueError(f"corpus {name!r} is too long for the {most:,} tokens that corpus_memory has left; {nearest}")
         pieces = (cut(text) for text in texts)
         found = encoded(pieces, self._tokenizer, f"corpus {name!r}", most, nearest, self._vocab_size)
-        self.keeper.set_corpus(name, [Text(tokens) for tokens in found])
+        self.keeper.set_corpus(name, [TableText(tokens) for tokens in found])
         return sum(map(len, found))
 
     def _keep(self, request: Request) -> None:

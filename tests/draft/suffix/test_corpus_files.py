@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specdec.prompts import corpus
-from specdec.prompts.corpus import cut, read_corpus
+from specdec.prompts.corpus import PIECE, cut, pieces_of_file, read_corpus
 
 
 class Letters:
@@ -26,15 +25,26 @@ def read(path: Path, most: int = 1000, tokenizer: Any = None) -> list[str]:
     return [bytes(text.tolist()).decode() for text in texts]
 
 
-def test_texts_come_back_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+TEXTS = ["a", "one two\nthree four", "ééééééééé", "𝄞𝄞𝄞𝄞 𝄞x\n\n\n", "x" * 50, "\n" * 20, " " * 20]
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=ascii)
+def test_texts_come_back_whole(tmp_path: Path, text: str) -> None:
     """Keeps out: half characters at the end of a piece, pieces that are lost or longer than said."""
-    monkeypatch.setattr(corpus, "PIECE", 7)
-    monkeypatch.setattr(corpus, "PIECES", 3)
-    for number, text in enumerate(["a", "one two\nthree four", "ééééééééé", "𝄞𝄞𝄞𝄞 𝄞x\n\n\n", "x" * 50, "\n" * 20, " " * 20]):
-        path, letters = tmp_path / f"{number}.txt", Letters()
-        path.write_text(text)
-        assert read(path, tokenizer=letters) == [text] and letters.longest <= 7
-        assert "".join(cut(text)) == text and max(map(len, cut(text))) <= 7
+    path = tmp_path / "a.txt"
+    path.write_text(text)
+    with path.open("rb") as file:
+        pieces = list(pieces_of_file(file, "a", 7))
+    assert "".join(pieces) == text and max(len(piece.encode()) for piece in pieces) <= 7
+    assert "".join(cut(text, 7)) == text and max(map(len, cut(text, 7))) <= 7
+    assert read(path) == [text]
+
+
+def test_a_text_of_many_pieces(tmp_path: Path) -> None:
+    """Keeps out: pieces of the last batch that are left out."""
+    path, letters, text = tmp_path / "a.txt", Letters(), "".join(f"line {i}\n" for i in range(150_000))
+    path.write_text(text)
+    assert read(path, len(text) + 2, letters) == [text] and letters.longest <= PIECE
 
 
 def test_lines_of_json(tmp_path: Path) -> None:

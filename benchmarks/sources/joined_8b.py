@@ -1,6 +1,6 @@
 """Milliseconds a round at the Llama-3.1-8B shape of trees from several sources, against the head's own of as many nodes.
 
-    python benchmarks rounds.joined_8b --out benchmarks/rounds/results/joined_8b.json
+    python benchmarks sources.joined_8b --out benchmarks/sources/results/joined_8b.json
 
 Weights are random in bf16, as in rounds.round_8b.  The drafter is joined by matches in the text, then by a corpus of random
 tokens and by earlier answers too.  All lines are measured in one process, in turns, and each is compared with the head alone.
@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 import torch
-
 from rounds.round_8b import Case, measure, random_pair
+
 from specdec.draft.drafter import DraftModel
 from specdec.draft.join.drafter import JoinedModel
 from specdec.draft.join.sources import open_source
-from specdec.draft.suffix.host_table import Text, host_table
+from specdec.draft.suffix.host_table import TableText, host_table
 from specdec.draft.suffix.source import TableSource
 from specdec.draft.suffix.texts import ALL_ROWS
 from specdec.options import EngineOptions
@@ -41,7 +41,7 @@ def joined(head: DraftModel, names: tuple[str, ...], tokens: int) -> DraftModel:
         if isinstance(source, TableSource):
             assert source.table is not None
             count = min(tokens, source.table.capacity - 2)
-            text = Text(np.random.default_rng(0).integers(0, 100000, count).astype(np.int32))
+            text = TableText(np.random.default_rng(0).integers(0, 100000, count).astype(np.int32))
             made = host_table({ALL_ROWS: [text]})
             source.table.fill(0, made.text_N, made.order_X)
             source.table.use(made.keys_S, made.bounds_S2)
