@@ -248,8 +248,9 @@ class LoadedDecoder:
             with about("prediction"):
                 self._check_predicts(drafts)
         request = Request.new(
-            prompt_ids, sampling, seed, self.eos_ids, decode, streaming, drafts, encoder_ids, bad_words, left_after, predicted
-        )
+            prompt_ids, sampling, seed, self.eos_ids, decode, streaming, drafts, encoder_ids, bad_words, left_after, predicted,
+            self.head.sources if self.head is not None else (),
+        )  # fmt: skip
         self.engine.check(request)
         return request
 
