@@ -275,8 +275,10 @@ class LoadedDecoder:
         if predicted is not None:
             with about("prediction"):
                 self._check_predicts(drafts)
-        given = streaming, drafts, encoder_ids, bad_words, left_after, predicted, self._tables.scope_of(cache_salt)
-        request = Request.new(prompt_ids, sampling, seed, self.eos_ids, decode, *given)
+        given = streaming, drafts, encoder_ids, bad_words, left_after, predicted
+        names = self.head.sources if self.head is not None else ()
+        scope = self._tables.scope_of(cache_salt)
+        request = Request.new(prompt_ids, sampling, seed, self.eos_ids, decode, *given, names, scope)
         self.engine.check(request)
         return request
 

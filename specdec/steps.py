@@ -369,11 +369,13 @@ class Emitted(NamedTuple):
         prompt ends with the part, else nothing.  A token of -1 says that the target's logits were not finite.
     logprobs: one for each of the tokens, and more, which mean nothing; empty where the launch needed none.
     best: of a round, how many of the drafter's first choices were accepted, and how many that path has.
+    sources: of a round, for each accepted draft token a bit for each source that proposed it; empty: there is one source.
     """
 
     tokens: list[int]
     logprobs: Sequence[Logprobs] = ()
     best: tuple[int, int] = (0, 0)
+    sources: Sequence[int] = ()
 
 
 class Pending(Protocol):

@@ -13,6 +13,7 @@ from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from specdec.batch.emitted import NewTokens
@@ -21,7 +22,7 @@ from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
 from specdec.config import SpecConfig
 from specdec.draft.drafter import Drafter, DrafterContext, DraftModel, DraftNeeds, Impression
-from specdec.draft.join.join import joined_tree
+from specdec.draft.join.join import DRAFTER, joined_tree
 from specdec.draft.join.paths import Paths, end_paths
 from specdec.draft.join.source import PathFinder, PathSource
 from specdec.draft.join.survival import CHAIN, Survival
@@ -35,18 +36,22 @@ class JoinedModel(DraftModel):
 
     takes_predictions = True
 
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (*self.drafter.sources, *(source.name for source in self.path_sources))
+
     def __init__(self, drafter: DraftModel, sources: Sequence[PathSource]) -> None:
         super().__init__()
-        self.drafter, self.feature_size, self.sources = drafter, drafter.feature_size, tuple(sources)
+        self.drafter, self.feature_size, self.path_sources = drafter, drafter.feature_size, tuple(sources)
 
     @property
     def needs(self) -> DraftNeeds:
         own = self.drafter.needs
-        return replace(own, slot_bytes=own.slot_bytes + sum(source.slot_bytes for source in self.sources))
+        return replace(own, slot_bytes=own.slot_bytes + sum(source.slot_bytes for source in self.path_sources))
 
     @property
     def tables(self) -> Mapping[TableName, int]:
-        return {name: held for source in self.sources for name, held in source.tables.items()}
+        return {name: held for source in self.path_sources for name, held in source.tables.items()}
 
     def resolved(self, spec: SpecConfig) -> SpecConfig:
         if spec.is_auto:
@@ -67,11 +72,11 @@ class JoinedModel(DraftModel):
 
     def worker(self, context: DrafterContext) -> JoinedDrafter:
         own = context._replace(spec=context.spec.of_drafter, shapes=tuple(shape.of_drafter for shape in context.shapes))
-        return JoinedDrafter(self.drafter.worker(own), self.sources, context)
+        return JoinedDrafter(self.drafter.worker(own), self.path_sources, context)
 
     @property
     def description(self) -> str:
-        return f"{self.drafter.description}; joined by {', '.join(source.description for source in self.sources)}"
+        return f"{self.drafter.description}; joined by {', '.join(source.description for source in self.path_sources)}"
 
     @property
     def trained_length(self) -> int | None:
@@ -100,10 +105,14 @@ class SourcePlace(NamedTuple):
 
 
 class RoundSources(NamedTuple):
-    """The sources that some rounds have.  paths: of a round's draft, for the same round's extend."""
+    """The sources that some rounds have.
+
+    paths: of a round's draft, for the same round's extend.  bits_P: int64, what a node's sources hold if a path proposes it.
+    """
 
     places: list[SourcePlace]
     paths: Paths
+    bits_P: Tensor
 
 
 class JoinedDrafter(Drafter):
@@ -128,13 +137,15 @@ class JoinedDrafter(Drafter):
         memory = Paths.empty(context.rows, [*every, 0], depth, device)
         chosen = dict[tuple[bool, ...], RoundSources]()
         for running in product(*((True, False) if source.step else (True,) for source in self.sources)):
-            places, classes, offset = list[SourcePlace](), list[int](), 0
-            for source, finder, runs in zip(self.sources, self.finders, running, strict=True):
+            places, classes, bits, offset = list[SourcePlace](), list[int](), list[int](), 0
+            for number, (source, finder, runs) in enumerate(zip(self.sources, self.finders, running, strict=True)):
                 if runs:
                     places.append(SourcePlace(finder, len(classes), len(source.paths)))
                     classes += [offset + each for each in source.paths]
+                    bits += [DRAFTER << (1 + number)] * len(source.paths)
                 offset += len(source.classes)
-            chosen[running] = RoundSources(places, memory.with_classes([*classes, offset]))
+            bits_P = torch.tensor([*bits, DRAFTER], dtype=torch.int64, device=device)
+            chosen[running] = RoundSources(places, memory.with_classes([*classes, offset]), bits_P)
         return chosen
 
     def _round(self, needs: Needs) -> RoundSources:
@@ -142,16 +153,16 @@ class JoinedDrafter(Drafter):
 
     def draft(self, state: BatchState, spec: SpecConfig, needs: Needs) -> DraftTree:
         tree = self.drafter.draft(state, spec.of_drafter, needs)
-        places, paths = self._round(needs)
+        places, paths, bits_P = self._round(needs)
         paths = paths.narrow(state.rows)
         for finder, first, own in places:
             finder.fill(state, spec.levels, paths.of_source(first, own))
         steps_BPD = end_paths(paths, tree, self.survival, spec.levels)
-        return joined_tree(tree, paths.tokens_BPD, steps_BPD, spec.num_draft_tokens)
+        return joined_tree(tree, paths.tokens_BPD, steps_BPD, bits_P, spec.num_draft_tokens)
 
     def extend(self, state: BatchState, needs: Needs, new: NewTokens) -> None:
         self.drafter.extend(state, needs, new)
-        places, paths = self._round(needs)
+        places, paths, _ = self._round(needs)
         self.survival.learn(paths.narrow(state.rows), new, state.active_B)
         for place in places:
             place.finder.extend(state, new)

@@ -9,6 +9,7 @@ Shapes: B sequences, E emitted tokens of a row with padding, M continuations, S 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -19,8 +20,9 @@ from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
 from specdec.config import SpecConfig
 from specdec.draft.drafter import Drafter, DrafterContext, DraftModel, DraftNeeds
+from specdec.draft.join.join import sources_of
 from specdec.draft.join.paths import Paths
-from specdec.draft.kind import PREDICTION
+from specdec.draft.kind import PREDICTION, SUFFIX
 from specdec.draft.ngram.grow import candidates_of
 from specdec.draft.ngram.lookup import continuations, find_matches
 from specdec.draft.ngram.source import OwnTextFinder
@@ -35,6 +37,7 @@ class NgramModel(DraftModel):
     """The drafter before it has a batch.  vocab_size: the target's."""
 
     takes_predictions = True
+    sources = (SUFFIX, PREDICTION)
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__()
@@ -68,19 +71,19 @@ class NgramDrafter(Drafter):
         self.caches = self.finder.caches
         depth = max(shape.max_steps for shape in context.shapes)
         self.predictions = Paths.empty(context.rows, Predicted.paths, depth, context.device)
+        most = max(map(num_continuations, context.shapes))
+        self.bits_M = torch.tensor([2] * len(Predicted.paths) + [1] * most, dtype=torch.int64, device=context.device)
 
     def draft(self, state: BatchState, spec: SpecConfig, needs: Needs) -> DraftTree:
         text = self.finder.text(state)
         matches = find_matches(text, num_continuations(spec))
         tokens_BMS, lengths_BM = continuations(text, matches, spec.max_steps), matches.lengths_BM.clamp(min=0)
-        if PREDICTION in needs.steps:
-            tokens_BMS, lengths_BM = self._with_predictions(state, tokens_BMS, lengths_BM)
-        if spec.topk == 1:
-            best_B11 = lengths_BM.argmax(1)[:, None, None]
-            tokens_BS = tokens_BMS.gather(1, best_B11.expand(-1, 1, spec.max_steps))[:, 0]
-            return DraftTree.chain(torch.cat((state.bonus_B[:, None], tokens_BS), dim=1))
-        candidates = candidates_of(tokens_BMS, lengths_BM)
-        return best_nodes(candidates, state.bonus_B, spec.num_draft_tokens, spec.max_steps)
+        if PREDICTION not in needs.steps:
+            return _tree_of(state, spec, tokens_BMS, lengths_BM)
+        tokens_BMS, lengths_BM = self._with_predictions(state, tokens_BMS, lengths_BM)
+        tree = _tree_of(state, spec, tokens_BMS, lengths_BM)
+        sources_BN = sources_of(tree, tokens_BMS, self.bits_M[: tokens_BMS.shape[1]])
+        return replace(tree, sources_BN=sources_BN.clamp(min=1))  # what fills a tree counts as the text's own
 
     def _with_predictions(self, state: BatchState, tokens_BMS: Tensor, lengths_BM: Tensor) -> tuple[Tensor, Tensor]:
         """The continuations, after those of the rows' predictions, which go on as the best of the others where they end.
@@ -121,6 +124,16 @@ class NgramDrafter(Drafter):
 
     def catch_up(self, state: BatchState, needs: Needs) -> None:
         """Nothing: `keep` has written the tokens where they belong."""
+
+
+def _tree_of(state: BatchState, spec: SpecConfig, tokens_BMS: Tensor, lengths_BM: Tensor) -> DraftTree:
+    """A chain of the continuation after the longest match, or a tree of all."""
+    if spec.topk == 1:
+        best_B11 = lengths_BM.argmax(1)[:, None, None]
+        tokens_BS = tokens_BMS.gather(1, best_B11.expand(-1, 1, spec.max_steps))[:, 0]
+        return DraftTree.chain(torch.cat((state.bonus_B[:, None], tokens_BS), dim=1))
+    candidates = candidates_of(tokens_BMS, lengths_BM)
+    return best_nodes(candidates, state.bonus_B, spec.num_draft_tokens, spec.max_steps)
 
 
 def num_continuations(spec: SpecConfig) -> int:

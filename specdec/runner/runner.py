@@ -15,7 +15,7 @@ import torch
 
 from specdec import steps
 from specdec.attention.shared import SharedPrefix
-from specdec.batch.emitted import EmittedRows, FirstTokens, RoundResult
+from specdec.batch.emitted import FirstTokens, RoundResult
 from specdec.batch.sampling import RowSampling
 from specdec.batch.state import BatchState
 from specdec.batch.transfer import to_device
@@ -201,7 +201,8 @@ class DeviceRunner:
         if self._rehearses and not self.mixed.num_first_uses:
             compile_ahead(lambda: self.mixed.rehearse(state, step), self.device)
         result = self.mixed.run(state, step)
-        around = EmittedPending(self.readback, result.numbers_BX, EmittedRows.read, result.logprobs_BEY)
+        emitted = result.emitted
+        around = EmittedPending(self.readback, emitted.numbers_BX, emitted.read, result.logprobs_BEY)
         return BothPending(around, self._first_tokens(step.chunk, result.first))
 
     def _round(self, step: steps.RunRound, last_round: Any) -> EmittedPending:
@@ -209,8 +210,8 @@ class DeviceRunner:
         begun = None if not step.timed else self.readback.record_event() if last_round is None else last_round
         result = self._launch_round(step)
         ended = self.grammars.report_ended() if step.needs.grammar else ()
-        numbers_BX = result.emitted.numbers_BX
-        pending = EmittedPending(self.readback, numbers_BX, EmittedRows.read, result.logprobs_BEY, ended, begun)
+        emitted = result.emitted
+        pending = EmittedPending(self.readback, emitted.numbers_BX, emitted.read, result.logprobs_BEY, ended, begun)
         self._last_round = pending.done
         return pending
 

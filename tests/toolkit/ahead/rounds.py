@@ -84,7 +84,7 @@ def joining(B: int) -> None:
         launch_paths(text, ids(B, 2), depth, paths.of_source(0, 2))
         launch_continuations(DeviceTable(1 << 20, here()), text, ids(B), depth, Continuations(*paths.of_source(0, 2)[:2]))
         steps = launch_rates(paths, tree, survival, depth)
-        launch_candidates(tree, paths.tokens_BPD, steps)
+        launch_candidates(tree, paths.tokens_BPD, steps, ids(3))
         new = NewTokens(counts(B), ids(B, depth + 1), ids(B), None)
         launch_learn(survival.counts_CLG2, paths, new, ids(B))
 
