@@ -158,6 +158,12 @@ class LoadedDecoder:
         self.owner.check_open()
         return self._tables.set_corpus(name, texts)
 
+    def settle_tables(self, seconds: float = 60.0) -> bool:
+        """Waits until rounds read all corpora and finished answers so far, for measurements.  Whether they do in that time."""
+        done = self._tables.keeper.wait(seconds)
+        self.owner.settle()
+        return done
+
     @property
     def corpora(self) -> list[str]:
         """The names of the corpora; that of the option `corpus` is called "file"."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 TableName = Literal["corpus", "answers"]  # the sources that read tables, as `draft=` spells them
 TABLES: tuple[TableName, ...] = ("corpus", "answers")
-PART_TOKENS = 1 << 17  # of one step, so that a round waits for no more than about 50 us
+PART_TOKENS = 1 << 15  # of one step, for which a round waits: 165 us for 2**17 of them on an H200, most of it on the host
 
 
 @dataclass(frozen=True, eq=False)

@@ -96,9 +96,7 @@ class Driver(Hooks):
 
     def settle_tables(self) -> None:
         """Waits until all answers so far are in the table."""
-        assert self.decoder._tables.keeper.wait()
-        self.decoder.owner.settle()
-        assert not self.coming_parts
+        assert self.decoder.settle_tables() and not self.coming_parts
 
     # ---- steps ----
 
