@@ -135,7 +135,7 @@ class RowEntry:
     encoder_input: None for a target without an encoder.
     written: of a request that held a row before, its output but the last token.
     state: of a target with recurrent layers, the number of the state with which the text goes on: a kept one, or ZEROS.
-    prediction: what the output may well be; None: nobody said.
+    prediction: what the output may well be; None: nobody said.  sources: who may draft, by bits (see Emitted); None: all.
     """
 
     row: int
@@ -148,6 +148,7 @@ class RowEntry:
     written: Sequence[int] = ()
     state: int = ZEROS
     prediction: Sequence[int] | None = None
+    sources: int | None = None
 
 
 @dataclass(frozen=True)
