@@ -107,6 +107,7 @@ class DraftModel(nn.Module, ABC):
 
     feature_size: int = 0
     takes_predictions = False  # whether a request's own prediction is among what it proposes
+    takes_choices = False  # whether a request may choose among its sources
     sources: tuple[str, ...] = ("drafter",)  # who proposes nodes, by their bits in DraftTree.sources_BN
 
     @property

@@ -276,15 +276,16 @@ class LoadedDecoder:
         if (rule := sampling.grammar_rule) is not None:
             self.grammars.check(*rule)
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
-        drafts, decode, left_after = speculate and self.head is not None, self.tokenizer.decode, self.grammars.left_after
+        drafts, decode, left_after = (
+            speculate and sampling.speculate and self.head is not None,
+            self.tokenizer.decode,
+            self.grammars.left_after,
+        )
         predicted = prediction_of(sampling, self.tokenizer, config.vocab_size, self.settings.max_seq_len)
-        if predicted is not None:
-            with about("prediction"):
-                self._check_predicts(drafts)
-        given = streaming, drafts, encoder_ids, bad_words, left_after, predicted
-        names = self.head.sources if self.head is not None else ()
-        scope = self._tables.scope_of(cache_salt)
-        request = Request.new(prompt_ids, sampling, seed, self.eos_ids, decode, *given, names, scope)
+        self._check_sources(sampling, speculate)
+        names, scope = self.head.sources if self.head is not None else (), self._tables.scope_of(cache_salt)
+        given = streaming, drafts, encoder_ids, bad_words, left_after, predicted, names, scope
+        request = Request.new(prompt_ids, sampling, seed, self.eos_ids, decode, *given)
         self.engine.check(request)
         return request
 
@@ -300,16 +301,26 @@ class LoadedDecoder:
                     "nearest setting that works: prefix_caching=False, or no cache_salt"
                 )
 
-    def _check_predicts(self, drafts: bool) -> None:
-        """ValueError if a prediction would do nothing.  drafts: whether the request speculates."""
-        if self.head is not None and not drafts:
-            raise ValueError("prediction would do nothing with speculate=False; nearest setting that works: speculate=True")
-        if self.head is None or not self.head.takes_predictions:
-            raise ValueError(
-                "prediction needs a decoder whose trees have several sources, and this one drafts "
-                + ("nothing" if self.head is None else "by its drafter alone")
-                + "; nearest settings that work: draft=[DRAFT, 'suffix'], or draft='ngram'"
-            )
+    def _check_sources(self, sampling: SamplingParams, speculate: bool) -> None:
+        """ValueError if what the request says of drafts would do nothing.  speculate: see `generate`."""
+        head, said = self.head, {"prediction": sampling.prediction, "sources": sampling.sources}
+        for name in (name for name, value in said.items() if value is not None):
+            with about(name):
+                if not speculate:
+                    raise ValueError(
+                        f"{name} would do nothing with speculate=False; nearest setting that works: speculate=True"
+                    )
+                if head is None or not (head.takes_predictions if name == "prediction" else head.takes_choices):
+                    drafts = "nothing" if head is None else f"by {' and '.join(head.sources)} alone"
+                    settings = "draft=[DRAFT, 'suffix']" + (", or draft='ngram'" if name == "prediction" else "")
+                    raise ValueError(
+                        f"{name} needs a decoder whose trees have several sources, and this one drafts {drafts}; "
+                        f"nearest settings that work: {settings}"
+                    )
+        if unknown := [name for name in sampling.sources or () if head is not None and name not in head.sources]:
+            with about("sources"):
+                known = list(head.sources) if head is not None else []
+                raise ValueError(f"sources names {unknown[0]!r}; expected some of {known}; nearest: {known[0]!r}")
 
 
 def _wait(queues: Sequence[OutputQueue], news: SimpleQueue[None], show: Progress | None) -> None:

@@ -133,11 +133,10 @@ class RowEntry:
 
     pages: for each group of layers, numbers of pages in the KV pool, by position; equally many for each group.
     speculates: whether draft tokens may be accepted in the row.  rules, grammar: None where the row has none.
-    encoder_input: None for a target without an encoder.
-    written: of a request that held a row before, its output but the last token.
+    encoder_input: None for a target without an encoder.  written: of a request that had a row, its output but the last token.
     state: of a target with recurrent layers, the number of the state with which the text goes on: a kept one, or ZEROS.
-    prediction: what the output may well be; None: nobody said.  scope: the key of those whose earlier answers may be proposed;
-    0: nobody's.
+    prediction: what the output may well be; None: nobody said.  sources: who may draft, by bits (see Emitted); None: all.
+    scope: the key of those whose earlier answers may be proposed; 0: nobody's.
     """
 
     row: int
@@ -150,6 +149,7 @@ class RowEntry:
     written: Sequence[int] = ()
     state: int = ZEROS
     prediction: Sequence[int] | None = None
+    sources: int | None = None
     scope: int = 0
 
 
@@ -233,8 +233,7 @@ class RunRound:
 
     kind: "plain" decodes one token for each row; "paused" does the same and keeps what the drafter will need to catch up;
         "speculative" drafts a tree of shape `spec`, of which rows that do not speculate accept nothing.
-    needs: what the rows need to choose their tokens.
-    shared: read the pages of the last ShareRows once for all its rows.
+    needs: what the rows need to choose their tokens.  shared: read the pages of the last ShareRows once for all its rows.
     timed: measure how long it takes: from the end of the step before it, if that was a round, else from its own start.
     """
 
@@ -312,9 +311,7 @@ class ShareRows:
 
 @dataclass(frozen=True)
 class LeaveRows:
-    """Requests have ended.  moves: (source, target) pairs; each target becomes what its source was before this step.  No row
-    is both.  cleared: rows that become padding, after the moves.
-    """
+    """moves: (source, target): each target becomes what its source was; no row is both.  cleared: become padding after that."""
 
     moves: tuple[tuple[int, int], ...]
     cleared: tuple[int, ...]

@@ -19,10 +19,11 @@ from torch import Tensor
 from specdec.batch.emitted import NewTokens
 from specdec.batch.ragged import RaggedPrompts
 from specdec.batch.state import BatchState
+from specdec.batch.transfer import to_device
 from specdec.batch.tree import DraftTree
 from specdec.config import SpecConfig
 from specdec.draft.drafter import Drafter, DrafterContext, DraftModel, DraftNeeds, Impression
-from specdec.draft.join.join import DRAFTER, joined_tree
+from specdec.draft.join.join import ALL_SOURCES, DRAFTER, joined_tree, without_some
 from specdec.draft.join.paths import Paths, end_paths
 from specdec.draft.join.source import PathFinder, PathSource
 from specdec.draft.join.survival import CHAIN, Survival
@@ -34,7 +35,7 @@ from specdec.tables.steps import TableName, TableStep
 class JoinedModel(DraftModel):
     """A drafter, and the sources beside it.  The first of these gives every row a path as deep as paths may be."""
 
-    takes_predictions = True
+    takes_predictions = takes_choices = True
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -127,6 +128,7 @@ class JoinedDrafter(Drafter):
         classes = [*(each for source in sources for each in source.classes), CHAIN]
         self.survival = Survival(classes, context.device)
         self._rounds = self._all_rounds(context)
+        self.allowed_R = torch.full((context.rows,), ALL_SOURCES, dtype=torch.int64, device=context.device)
 
     def _all_rounds(self, context: DrafterContext) -> dict[tuple[bool, ...], RoundSources]:
         """What rounds have for each choice of sources that may run: a captured graph keeps its paths where they are.  All have
@@ -158,6 +160,8 @@ class JoinedDrafter(Drafter):
         for finder, first, own in places:
             finder.fill(state, spec.levels, paths.of_source(first, own))
         steps_BPD = end_paths(paths, tree, self.survival, spec.levels)
+        if "sources" in needs.steps:
+            tree, steps_BPD = without_some(tree, steps_BPD, bits_P, self.allowed_R[: state.rows])
         return joined_tree(tree, paths.tokens_BPD, steps_BPD, bits_P, spec.num_draft_tokens)
 
     def extend(self, state: BatchState, needs: Needs, new: NewTokens) -> None:
@@ -176,6 +180,9 @@ class JoinedDrafter(Drafter):
         self.drafter.enter(entries)
         for finder in self.finders:
             finder.enter(entries)
+        allowed = [ALL_SOURCES if entry.sources is None else entry.sources for entry in entries]
+        rows_E = to_device([entry.row for entry in entries], self.allowed_R.device)
+        self.allowed_R.index_copy_(0, rows_E, to_device(allowed, self.allowed_R.device))
 
     def keep(self, state: BatchState, new: NewTokens) -> None:
         self.drafter.keep(state, new)
@@ -196,6 +203,7 @@ class JoinedDrafter(Drafter):
 
     def move_rows(self, sources_R: Tensor, targets_R: Tensor) -> None:
         self.drafter.move_rows(sources_R, targets_R)
+        self.allowed_R.index_copy_(0, targets_R, self.allowed_R.index_select(0, sources_R))
         for finder in self.finders:
             finder.move_rows(sources_R, targets_R)
 

@@ -25,6 +25,8 @@ from specdec.ops.launch import use_kernels
 MAX_KERNEL_NODES = 256  # threshold: a program holds all of a drafter's tree in registers
 SHIFT = 32  # a candidate's sources stand so many bits above its token, so that both stay together
 DRAFTER = 1  # the bit of the drafter among a node's sources
+ALL_SOURCES = -1  # the bits of a row that takes what any source proposes
+OFF = -1e6  # the logarithm of a step that only sources propose which the row does without: it fills a tree, and no more
 MIN_SCORE = -1e30  # in place of a score that is no number: still above those of places that hold no node
 
 
@@ -77,6 +79,19 @@ def nodes_of_paths(tree: DraftTree, tokens_BPD: Tensor) -> Tensor:
         is_child_BPN = (tree.parents_BN[:, None] == at_BP[..., None]) & (tree.tokens_BN[:, None] == tokens_BPD[..., d, None])
         nodes_BPD[..., d] = at_BP = torch.where(is_child_BPN & (numbers_N > 0), numbers_N, -1).amax(-1)
     return nodes_BPD
+
+
+def without_some(tree: DraftTree, steps_BPD: Tensor, bits_P: Tensor, allowed_B: Tensor) -> tuple[DraftTree, Tensor]:
+    """The tree and the steps of rows that do without some sources: what these propose comes after all else.
+
+    allowed_B: int64, the bits of the sources that each row has.  The other arguments: see `joined_tree`.
+    """
+    has_BP = (bits_P & allowed_B[:, None]) != 0
+    if tree.scores_BN is not None:
+        last_N = OFF * arange(tree.num_nodes, allowed_B.device)  # falls along each path
+        has_B1 = (allowed_B[:, None] & DRAFTER) != 0
+        tree = replace(tree, scores_BN=torch.where(has_B1, tree.scores_BN, last_N.to(tree.scores_BN.dtype)))
+    return tree, torch.where(has_BP[..., None], steps_BPD, OFF)
 
 
 def sources_of(tree: DraftTree, tokens_BPD: Tensor, bits_P: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ from specdec.steps import Needs, RowEntry
 
 PREDICTION_WORTH = 3  # tokens of a match in the text that a prediction's place is worth beside its own match
 
+
 class NgramModel(DraftModel):
     """The drafter before it has a batch.  vocab_size: the target's."""
 

@@ -54,9 +54,9 @@ class RowChoice(NamedTuple):
         rules = TokenRules(tuple(seen) if needs.history else (), tuple(bias.items()), phrases, banned)
         return cls(options, rules, needs, grammar)
 
-    def with_prediction(self) -> RowChoice:
-        """The same of a row whose request brings a prediction of its answer."""
-        return self._replace(needs=union((self.needs, Needs.of("prediction"))))
+    def with_steps(self, *steps: str) -> RowChoice:
+        """The same of a row that needs more of drafts."""
+        return self._replace(needs=union((self.needs, Needs.of(*steps))))
 
 
 def _steps_of_numbers(sampling: SamplingParams) -> set[str]:

@@ -72,11 +72,23 @@ class Request:
         """
         output = Trimmer(sampling, eos_ids, decode, prompt_ids, streaming)
         choice = RowChoice.of(sampling, seed, prompt_ids, bad_words, eos_ids)
-        if prediction_ids is not None:
-            choice = choice.with_prediction()
-        more = {"encoder_ids": encoder_ids, "left_after": left_after, "prediction_ids": prediction_ids, "scope": scope}
-        more["source_names"] = source_names
+        of_drafts = {"prediction": prediction_ids, "sources": sampling.sources}
+        if speculate and (steps := [step for step, said in of_drafts.items() if said is not None]):
+            choice = choice.with_steps(*steps)
+        more = {
+            "encoder_ids": encoder_ids,
+            "left_after": left_after,
+            "prediction_ids": prediction_ids,
+            "source_names": source_names,
+            "scope": scope,
+        }
         return cls(prompt_ids, sampling, choice, output, speculate, streaming, **more)  # type: ignore[arg-type]
+
+    @property
+    def source_bits(self) -> int | None:
+        """Who may draft, see RowEntry.sources."""
+        wanted = self.sampling.sources
+        return None if wanted is None else sum(1 << self.source_names.index(name) for name in wanted)
 
     @property
     def given_ids(self) -> list[int]:

@@ -143,7 +143,9 @@ def _prediction(value: Any) -> str:
     """The text of OpenAI's form of a prediction, whose content is a text or a list of parts."""
     if not isinstance(value, dict) or value.keys() != {"type", "content"} or value["type"] != "content":
         expected = "prediction must be {'type': 'content', 'content': ...}"
-        raise wrong("prediction", f"{expected}, got {str(value)[:200]!r}" if len(str(value)) > 200 else f"{expected}, got {value!r}")
+        raise wrong(
+            "prediction", f"{expected}, got {str(value)[:200]!r}" if len(str(value)) > 200 else f"{expected}, got {value!r}"
+        )
     content = value["content"]
     if isinstance(content, list):
         return "".join(_text_part(part, f"prediction.content[{i}]") for i, part in enumerate(content))

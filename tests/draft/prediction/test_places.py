@@ -81,7 +81,7 @@ def check(seed: int, depth: int = DEPTH, on_device: bool = False) -> None:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_places_are_those_by_hand(seed: int) -> None:
-    """Keeps out: tokens of an earlier request, a place after the end, beginnings that don't match, the far one of two places."""
+    """Keeps out: tokens of an earlier request, a place after the end, beginnings that don't match, the farther place."""
     check(seed, 2 + seed % 6)
 
 

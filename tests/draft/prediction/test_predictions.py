@@ -1,8 +1,10 @@
 """Predictions of requests in an engine: texts stay the target's, and what was predicted is accepted."""
 
+import random
 from typing import Any
 
 import pytest
+import toolkit.heads.block_zoo  # noqa: F401 (the zoo has its heads by name)
 from toolkit.driver import Driver
 from toolkit.models import Zoo, ragged_prompts
 from toolkit.parallel.decoders import with_ranks
@@ -83,13 +85,43 @@ def test_what_was_predicted_is_accepted(zoo: Zoo, head: str) -> None:
 
 
 def test_a_request_that_steps_back_keeps_its_place(zoo: Zoo) -> None:
-    """Keeps out: a resumed row that begins its prediction anew."""
-    decoder = decoder_of(zoo, *JOINED, page_size=4, kv_cache_memory="64KiB", max_seq_len=64)
-    prompts, base = ragged_prompts(40, 3), SamplingParams(max_tokens=30)
-    want = [out.token_ids for out in decoder.generate(prompts, base, speculate=False)]
-    outputs = decoder.generate(prompts, [SamplingParams(max_tokens=30, prediction=ids) for ids in want])
+    """Keeps out: a resumed row that begins its prediction anew, or has none any more."""
+    decoder = decoder_of(zoo, *JOINED, page_size=4)
+    driver, chance, prompts = Driver(decoder), random.Random(1), ragged_prompts(40, 3)
+    want = [zoo.greedy("llama", prompt, 60) for prompt in prompts]
+    driver.set_depth(1)
+    given = [SamplingParams(max_tokens=60, prediction=ids) for ids in want]
+    requests = [driver.submit(prompt, each) for prompt, each in zip(prompts, given, strict=True)]
+    with driver.stepping_back(chance, 0.3) as counts:
+        driver.run_until_idle()
+    assert counts.total() >= 3
+    outputs = [request.result() for request in requests]
     assert [out.token_ids for out in outputs] == want
-    assert all(out.stats.rounds <= 8 for out in outputs)
+    assert all(out.stats.rounds <= 12 for out in outputs)
+
+
+@pytest.mark.parametrize("head", ["eagle3", "ngram"])
+def test_tokens_name_who_drafted_them(zoo: Zoo, head: str) -> None:
+    """Keeps out: names that are shifted by one, of a source that did not propose the token, or of the target's own tokens."""
+    decoder = decoder_of(zoo, "llama", head, (4, 2, 10))
+    known = {"suffix", "prediction"} | ({"drafter"} if head == "eagle3" else set())
+    prompts = ragged_prompts(40, 3)
+    plain = decoder.generate(prompts, SamplingParams(max_tokens=40), speculate=False)
+    named = set[str]()
+    for predicted in (False, True):
+        given = [SamplingParams(max_tokens=40, **({"prediction": out.token_ids} if predicted else {})) for out in plain]
+        for out in decoder.generate(prompts, given):
+            assert [bool(source) for source in out.sources] == [depth > 0 for depth in out.origins]
+            own = {name for source in out.sources if source for name in source.split("+")}
+            assert own <= known and ("prediction" in own) == predicted
+            assert out.predicted_tokens == (40 if predicted else 0)
+            if predicted:  # the prediction is right, so it holds every token that was accepted
+                assert all("prediction" in source.split("+") for source in out.sources if source)
+            named |= own
+    assert named >= {"suffix", "prediction"}
+    chunks = list(decoder.stream(prompts[0], given[0]))
+    whole = decoder.generate([prompts[0]], given[0])[0]
+    assert [each for chunk in chunks for each in chunk.sources] == whole.sources
 
 
 def test_ranks_follow_the_same_predictions(zoo: Zoo) -> None:
@@ -121,7 +153,7 @@ def test_at_the_door(zoo: Zoo) -> None:
     with pytest.raises(ValueError, match="prediction would do nothing with speculate=False; .* speculate=True"):
         decoder.generate([prompt], SamplingParams(max_tokens=4, prediction=[1]), speculate=False)
     alone = zoo.decoder("llama", "eagle3", SpecConfig(3, 1, 4))
-    with pytest.raises(ValueError, match=r"this one drafts by its drafter alone; nearest .* draft=\[DRAFT, 'suffix'\]"):
+    with pytest.raises(ValueError, match=r"this one drafts by drafter alone; nearest .* draft=\[DRAFT, 'suffix'\]"):
         alone.generate([prompt], SamplingParams(max_tokens=4, prediction=[1]))
     with pytest.raises(ValueError, match="this one drafts nothing; nearest"):
         zoo.decoder("llama", None).generate([prompt], SamplingParams(max_tokens=4, prediction=[1]))
