@@ -28,6 +28,7 @@ from specdec.generation import Generation
 from specdec.loading.build import build_engine, ends_of, free_memory, grammars_of
 from specdec.loading.ranks import Ranks
 from specdec.loading.resolve import EngineSettings
+from specdec.loading.tables.source_tables import SourceTables
 from specdec.loading.threads import use_threads
 from specdec.models.target import Target
 from specdec.prompts.encode import (
@@ -40,7 +41,6 @@ from specdec.prompts.encode import (
     is_one_prompt,
     prediction_of,
 )
-from specdec.prompts.tables import SourceTables
 from specdec.prompts.tokenizer import Tokenizer
 from specdec.runner.runner import DeviceRunner
 from specdec.screen.progress import Progress, show_progress

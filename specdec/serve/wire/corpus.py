@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from specdec.checks import field_of
-from specdec.prompts.tables import require_corpus
+from specdec.loading.tables.source_tables import require_corpus
 from specdec.serve.wire.errors import wrong
 from specdec.serve.wire.fields import only_used
 
