@@ -3,7 +3,8 @@
 Pure tensor code over a table and texts in pages; on a GPU it is one launch of lookup_triton.py.  It knows no tree.
 
 Shapes: B sequences, Q tokens that are compared, W places that are looked at, V tokens by which their texts are compared,
-M continuations, D tokens of each, R places for them, N tokens of a table, S scopes.
+M continuations, D tokens of each, R places for them, N tokens of a table, S scopes,
+K looks of a search.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from specdec.ops.index import arange, use_index_kernels
 CONTINUATIONS = 2  # M: the best one, and the best one that begins with another token
 WINDOW = 32  # W: neighbours in the order of what precedes them, of which the matches are counted
 VOTES = 4  # V
+LOOKS = 64  # K
 MISSING = -2  # before a text's first token; no table holds it
 
 
@@ -114,19 +116,26 @@ class TableView:
         return torch.where((tokens_BXC >= 0).long().cumprod(-1) > 0, tokens_BXC, NO_TOKEN)
 
     def first_not_before(self, last_BQ: Tensor, low_B: Tensor, high_B: Tensor) -> Tensor:
-        """[B] int64: the first rank within these bounds whose tokens do not come before `last_BQ` in the order."""
-        for _ in range(self._table.capacity.bit_length()):
-            middle_B = (low_B + high_B) // 2
-            is_before_B = comes_before(self.before(self.place(middle_B)[:, None])[:, 0], last_BQ) & (low_B < high_B)
-            low_B, high_B = torch.where(is_before_B, middle_B + 1, low_B), torch.where(is_before_B, high_B, middle_B)
+        """[B] int64: the first rank within these bounds whose tokens do not come before `last_BQ` in the order.
+
+        Each step looks at K ranks that divide what is left evenly: fewer steps than bisection has, each of which takes launches.
+        """
+        looks_K, left = arange(LOOKS, low_B.device) + 1, self._table.capacity + 1
+        while left > 0:
+            ranks_BK = low_B[:, None] + looks_K * (high_B - low_B)[:, None] // (LOOKS + 1)
+            is_look_BK = ranks_BK < high_B[:, None]
+            is_before_BK = comes_before(self.before(self.place(ranks_BK)), last_BQ[:, None])
+            low_B = torch.where(is_look_BK & is_before_BK, ranks_BK + 1, low_B[:, None]).amax(1)
+            high_B = torch.where(is_look_BK & ~is_before_BK, ranks_BK, high_B[:, None]).amin(1)
+            low_B, left = low_B.minimum(high_B), left // (LOOKS + 1)
         return low_B
 
     def _at(self, positions_X: Tensor) -> Tensor:
         return self._text_X[self._start_1 + positions_X].long()
 
 
-def comes_before(tokens_BQ: Tensor, others_BQ: Tensor) -> Tensor:
-    """[B] bool: whether the first of both stands before the other where they differ first."""
-    is_alike_BQ = (tokens_BQ == others_BQ).long().cumprod(-1)
-    before_BQ = torch.cat((torch.ones_like(is_alike_BQ[:, :1]), is_alike_BQ[:, :-1]), dim=1)
-    return ((before_BQ > 0) & (tokens_BQ < others_BQ)).any(-1)
+def comes_before(tokens_XQ: Tensor, others_XQ: Tensor) -> Tensor:
+    """[X] bool: whether the first of both stands before the other where they differ first."""
+    is_alike_XQ = (tokens_XQ == others_XQ).long().cumprod(-1)
+    are_alike_X = is_alike_XQ.sum(-1, keepdim=True).clamp(max=MAX_MATCH - 1)  # where they differ first, or the last one
+    return ((tokens_XQ - others_XQ).gather(-1, are_alike_X) < 0)[..., 0]
