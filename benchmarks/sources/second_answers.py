@@ -4,8 +4,8 @@
 
 A document is a prompt of the file.  It is asked twice, the second time in another form: "cut", without its last word; "after",
 with a sentence in front of it; or, sampled, "again", with another seed.  All decoders write all first answers, then all second
-ones, which are measured, in turns.  Each turn has a `cache_salt` of its own, so that nothing is known of the turn before.  Texts
-of all decoders must be equal.  Seconds are those of this process's processors on a CPU, where other programs run too.
+ones, which are measured, in turns.  Each turn has a `cache_salt` of its own, so that nothing is known of the turn before.
+Texts of all decoders must be equal.  Seconds are those of this process's processors on a CPU, where other programs run too.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def compared(found: dict[str, list[dict[str, Any]]], batch: int, form: str) -> l
         rows.append(row)
         ratio, half = row["tokens_per_s_ratio"]
         print(
-            f"batch {batch}, {form:>5}, {name:>7}: {row['accept_length'][0]:6.3f} tokens a round, {row['tokens_per_s'][0]:6.0f} "
-            f"tok/s, {ratio:.3f} +- {half:.3f} of the head's",
+            f"batch {batch}, {form:>5}, {name:>7}: {row['accept_length'][0]:6.3f} tokens a round, "
+            f"{row['tokens_per_s'][0]:6.0f} tok/s, {ratio:.3f} +- {half:.3f} of the head's",
             flush=True,
         )
     return rows

@@ -118,7 +118,7 @@ class TableView:
     def first_not_before(self, last_BQ: Tensor, low_B: Tensor, high_B: Tensor) -> Tensor:
         """[B] int64: the first rank within these bounds whose tokens do not come before `last_BQ` in the order.
 
-        Each step looks at K ranks that divide what is left evenly: fewer steps than bisection has, each of which takes launches.
+        Each step looks at K ranks that divide what is left evenly: fewer steps than bisection has, and each takes launches.
         """
         looks_K, left = arange(LOOKS, low_B.device) + 1, self._table.capacity + 1
         while left > 0:
