@@ -44,8 +44,7 @@ def _of_prompt(decoder: SpecDecoder, plan: RequestPlan, index: int, cap: int | N
         left = max(1, decoder.longest_output(ids))
         max_tokens = left if cap is None else min(left, cap)
     return [
-        decoder.new_request(ids, plan.sampling_of(choice, max_tokens), name, streaming=plan.stream, speculate=plan.speculate)
-        for choice in range(plan.n)
+        decoder.new_request(ids, plan.sampling_of(choice, max_tokens), name, streaming=plan.stream) for choice in range(plan.n)
     ]
 
 
