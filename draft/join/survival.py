@@ -1,14 +1,15 @@
 """How likely the next token of a path is to be accepted, given that all tokens before it are: learnt from what rounds emitted.
 
-Rates are kept by class of path, length of the match that proposed it, and depth.  Each step of a path that a text reached is
-one trial, whether the step was verified or not: what the round emitted tells how the text goes on.  Counts are whole numbers,
-so that several ranks hold the same ones in whatever order they add them up.
+Rates are kept by class of path, length of the match that proposed it, and depth; and apart for the step at which a path parts
+from the drafter's tree, where the drafter proposed other tokens: such a step is right much less often.  Each step of a path
+that a text reached is one trial, whether the step was verified or not: what the round emitted tells how the text goes on.
+Counts are whole numbers, so that several ranks hold the same ones in whatever order they add them up.
 
 On a CPU the definitions here run; on a GPU `learn` is two launches of survival_triton.py.  It knows paths, neither trees nor
 texts nor who proposes what.
 
 Shapes: B sequences, P paths of each, D tokens of a path, E emitted tokens of a row with padding, C classes, L lengths, G groups
-of depths.
+of depths, those of steps that part last.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 LENGTHS = MAX_MATCH + 1
 FIRST_DEPTHS = (0, 1, 2, 4)  # of each group; 0: the root's children
+GROUPS = 2 * len(FIRST_DEPTHS)  # G
+PARTING = 0.4  # how likely a step that parts is at first, beside one that does not
 MAX_TRIALS = 256  # threshold: with more trials both counts are halved, so that what was accepted lately weighs more
 WEIGHT = 4.0  # trials that a prior is worth
 
@@ -48,7 +51,8 @@ class PathClass(NamedTuple):
         assert len(self.first_L) == LENGTHS
         missing_L1 = 1 - torch.tensor(self.first_L, dtype=torch.float32, device="cpu")[:, None]
         halves_G = 0.5 ** torch.arange(len(FIRST_DEPTHS), dtype=torch.float32, device="cpu")
-        return 1 - missing_L1 * (halves_G if self.improves else torch.ones_like(halves_G))
+        rates_LG = 1 - missing_L1 * (halves_G if self.improves else torch.ones_like(halves_G))
+        return torch.cat((rates_LG, PARTING * rates_LG), dim=1)
 
 
 CHAIN = PathClass((0.7,) * LENGTHS, improves=False)  # a drafter's chain that has no scores
@@ -69,26 +73,29 @@ class Survival:
     """
 
     def __init__(self, classes: Sequence[PathClass], device: torch.device) -> None:
-        shape = len(classes), LENGTHS, len(FIRST_DEPTHS)
+        shape = len(classes), LENGTHS, GROUPS
         self.counts_CLG2 = torch.zeros(*shape, 2, dtype=torch.int32, device=device)
         self.prior_CLG = torch.stack([each.prior() for each in classes]).to(device)
 
-    def log_rates(self, lengths_BP: Tensor, classes_P: Tensor, depth: int) -> Tensor:
-        """[B, P, D] float32, below 0: the logarithm of each step's rate.
-
-        lengths_BP, classes_P: of the paths; see Paths.  depth: D.
-        """
+    def log_rates(self, paths: Paths, depth: int) -> Tensor:
+        """[B, P, D] float32, below 0: the logarithm of each step's rate.  depth: D."""
         trials_CLG, accepted_CLG = self.counts_CLG2.unbind(-1)
         rates_CLG = (accepted_CLG + WEIGHT * self.prior_CLG) / (trials_CLG + WEIGHT)
-        rates_BPG = rates_CLG.log()[classes_P, lengths_BP.clamp(0, MAX_MATCH)]
-        return rates_BPG[..., groups_of(depth, self.counts_CLG2.device)]
+        rates_BPG = rates_CLG.log()[paths.classes_P, paths.lengths_BP.clamp(0, MAX_MATCH)]
+        return rates_BPG.gather(2, self._groups(paths, depth))
+
+    def _groups(self, paths: Paths, depth: int) -> Tensor:
+        """[B, P, D] int64: the group of each step."""
+        device = paths.parts_BP.device
+        parts_BPD = paths.parts_BP[..., None] == arange(depth, device)
+        return groups_of(depth, device) + len(FIRST_DEPTHS) * parts_BPD
 
     def learn(self, paths: Paths, new: NewTokens, active_B: Tensor) -> None:
         """Counts how far each path was right.
 
         paths: those that a round's trees were made of.  new: what the round emitted.  active_B: int64, 0 in rows of padding.
         """
-        tokens_BPD, lengths_BP, classes_P = paths
+        tokens_BPD, lengths_BP, classes_P = paths.tokens_BPD, paths.lengths_BP, paths.classes_P
         if use_index_kernels(tokens_BPD):
             from specdec.draft.join.survival_triton import launch_learn
 
@@ -96,13 +103,13 @@ class Survival:
         self.counts_CLG2.copy_(halved(self.counts_CLG2))
         E, device = new.tokens_BE.shape[1], self.counts_CLG2.device
         tokens_BPD = tokens_BPD[..., :E]
-        D, G = tokens_BPD.shape[2], len(FIRST_DEPTHS)
+        D = tokens_BPD.shape[2]
         is_right_BPD = tokens_BPD == new.tokens_BE[:, None, :D]
         is_known_BD = (arange(D, device) <= new.last_B[:, None]) & (active_B[:, None] > 0)
         reached_BPD = is_right_BPD.cumprod(-1).roll(1, -1)
         reached_BPD[..., 0] = 1
         trials_BPD = (reached_BPD * (is_known_BD[:, None] & (tokens_BPD >= 0))).int()
-        cells_BPD = ((classes_P * LENGTHS + lengths_BP.clamp(0, MAX_MATCH)) * G)[..., None] + groups_of(D, device)
+        cells_BPD = ((classes_P * LENGTHS + lengths_BP.clamp(0, MAX_MATCH)) * GROUPS)[..., None] + self._groups(paths, D)
         for counts_CLG, added_BPD in zip(self.counts_CLG2.unbind(-1), (trials_BPD, trials_BPD * is_right_BPD), strict=True):
             sums_X = torch.zeros(counts_CLG.numel(), dtype=torch.int32, device=device)
             sums_X.index_add_(0, cells_BPD.flatten(), added_BPD.flatten())

@@ -35,7 +35,6 @@ class RequestPlan:
     n: int = 1  # choices of each prompt
     stream: bool = False
     include_usage: bool = False
-    speculate: bool = True
     is_list: bool = False  # whether the prompts came as a list of prompts
     grammar_field: str = ""  # the field that says what the text must be
     return_origins: bool = False  # say of each token where it came from
@@ -80,7 +79,6 @@ def read_plan(body: dict[str, Any], path: str, model_name: str, max_tokens_cap: 
         n=n,
         stream=stream,
         include_usage=include_usage,
-        speculate=_checked("speculate", require_bool, values.get("speculate", True), True),
         is_list=is_list,
         grammar_field=next((name for name in GRAMMAR_FIELDS if name in values), ""),
         return_origins=_checked("return_origins", require_bool, values.get("return_origins", False), False),

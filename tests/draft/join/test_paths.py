@@ -23,7 +23,7 @@ def check(seed: int, depth: int, has_scores: bool, span: int | None) -> None:
     survival, there = Survival(classes, torch.device("cpu")), Survival(classes, torch.device(DEVICE))
     survival.counts_CLG2.random_(200)
     there.counts_CLG2.copy_(survival.counts_CLG2)
-    tree = DraftTree.chain(torch.randint(9, (B, 4)))
+    tree = DraftTree.chain(torch.randint(2 + seed, (B, 4)))
     if has_scores:
         tree = DraftTree(tree.tokens_BN, tree.parents_BN.clone(), 3, scores_BN=torch.zeros(B, 4))
     want, got = (Paths.empty(B, (0, 1, 2), 9, torch.device(device)) for device in ("cpu", DEVICE))
@@ -36,7 +36,24 @@ def check(seed: int, depth: int, has_scores: bool, span: int | None) -> None:
     launch_paths(same_text, best_keys(text, 2).to(DEVICE), depth, got.of_source(0, 2))
     ours = launch_rates(got, on_device, there, depth)
     torch.testing.assert_close(ours.cpu(), steps, atol=1e-6, rtol=1e-5)
-    assert torch.equal(got.tokens_BPD.cpu(), want.tokens_BPD) and torch.equal(got.lengths_BP.cpu(), want.lengths_BP)
+    for ours_X, theirs_X in zip(got, want, strict=True):
+        assert torch.equal(ours_X.cpu(), theirs_X)
+    for b in range(B):
+        for p in range(2):
+            assert int(want.parts_BP[b, p]) == parting(tree, want.tokens_BPD[b, p, :depth].tolist(), b)
+
+
+def parting(tree: DraftTree, path: list[int], b: int) -> int:
+    """Where a path parts from the tree: by hand."""
+    at, parents, tokens = 0, tree.parents_BN[b].tolist(), tree.tokens_BN[b].tolist()
+    for d in range(len(path) + 1):
+        children = {tokens[n]: n for n in range(1, tree.num_nodes) if parents[n] == at}
+        if not children:
+            return -1
+        if d == len(path) or path[d] not in children:
+            return d
+        at = children[path[d]]
+    raise AssertionError("a tree ends")
 
 
 @pytest.mark.parametrize("has_scores", [True, False], ids=["tree", "chain"])

@@ -28,14 +28,15 @@ def a_round(seed: int) -> tuple[Paths, NewTokens, torch.Tensor]:
     lengths = torch.tensor([[rng.randrange(LENGTHS + 3) for _ in range(P)] for _ in range(ROWS)])
     last = torch.tensor([rng.randrange(E) for _ in range(ROWS)])
     new = NewTokens(torch.zeros(ROWS, dtype=torch.int32), torch.randint(2, (ROWS, E)), last, None)
-    return Paths(tokens, lengths, torch.tensor(CLASSES)), new, torch.tensor([rng.randrange(2) for _ in range(ROWS)])
+    parts = torch.tensor([[rng.randrange(-1, D) for _ in range(P)] for _ in range(ROWS)])
+    return Paths(tokens, lengths, torch.tensor(CLASSES), parts), new, torch.tensor([rng.randrange(2) for _ in range(ROWS)])
 
 
 def counted(rounds: list[int]) -> Counter[tuple[int, int, int, int]]:
     """(class, length, group, 0 for a trial and 1 for an accepted one): how often."""
     found = Counter[tuple[int, int, int, int]]()
     for seed in rounds:
-        (tokens, lengths, _), new, active = a_round(seed)
+        (tokens, lengths, _, parts), new, active = a_round(seed)
         for b in range(ROWS):
             for p, kind in enumerate(CLASSES):
                 for d in range(min(D, E)):
@@ -43,6 +44,7 @@ def counted(rounds: list[int]) -> Counter[tuple[int, int, int, int]]:
                     if not active[b] or d > int(new.last_B[b]) or token < 0:
                         break
                     group = max(i for i, first in enumerate(FIRST_DEPTHS) if d >= first)
+                    group += len(FIRST_DEPTHS) * (d == int(parts[b, p]))
                     cell = kind, min(int(lengths[b, p]), LENGTHS - 1), group
                     found[*cell, 0] += 1
                     if token != int(new.tokens_BE[b, d]):
@@ -68,12 +70,14 @@ def test_counts_are_those_by_hand() -> None:
 def test_rates_follow_what_was_accepted() -> None:
     """Keeps out: rates of another class or length, and a logarithm of 0."""
     survival = some()
-    lengths, classes = torch.tensor([[8, 0, 0]]), torch.arange(3)
-    before = survival.log_rates(lengths, classes, 6)
+    paths = Paths.empty(1, range(3), 6, torch.device("cpu"))
+    paths.lengths_BP.copy_(torch.tensor([[8, 0, 0]]))
+    paths.parts_BP.copy_(torch.tensor([[-1, 0, -1]]))
+    before = survival.log_rates(paths, 6)
     assert bool((before < 0).all()) and bool(before.isfinite().all())
     survival.counts_CLG2[0, 8, :] = torch.tensor([100, 100], dtype=torch.int32)
     survival.counts_CLG2[1, 0, :] = torch.tensor([100, 0], dtype=torch.int32)
-    after = survival.log_rates(lengths, classes, 6).exp()
+    after = survival.log_rates(paths, 6).exp()
     assert bool((after[0, 0] > 0.98).all()) and bool((after[0, 1] < 0.04).all()) and bool((after[0, 1] > 0).all())
     assert torch.equal(after[0, 2], before[0, 2].exp())
 

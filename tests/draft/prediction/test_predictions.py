@@ -65,6 +65,29 @@ def test_text_is_the_target_s(
     driver.assert_nothing_leaked()
 
 
+CHOICES = [["drafter"], ["suffix"], ["drafter", "suffix"], ["prediction"], ["drafter", "prediction"], ["suffix", "prediction"]]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
+def test_every_mixture_of_sources(zoo: Zoo, sampling: dict[str, Any]) -> None:
+    """Keeps out: texts that depend on who drafts, a choice that reaches another row, one that does nothing."""
+    decoder = decoder_of(zoo, "llama", "eagle3", (3, 3, 12))
+    prompt = ragged_prompts(40, 2)[1]
+    want = decoder.generate(prompt, SamplingParams(max_tokens=40, **sampling), speculate=False)[0].token_ids
+    given = [
+        SamplingParams(max_tokens=40, **sampling, sources=names, prediction=edited(want) if "prediction" in names else None)
+        for names in CHOICES
+    ]
+    outputs = decoder.generate([prompt] * len(CHOICES), given)
+    assert [out.token_ids for out in outputs] == [want] * len(CHOICES)
+    plainly = decoder.generate([prompt], SamplingParams(max_tokens=40, **sampling, speculate=False))[0]
+    assert plainly.token_ids == want and plainly.stats.drafted == 0
+    if not sampling:  # a path of a source that is left out is verified only where the tree has places left
+        by_name = dict(zip(map(tuple, CHOICES), outputs, strict=True))
+        with_prediction = by_name["suffix", "prediction"].stats.rounds
+        assert with_prediction < min(by_name["suffix",].stats.rounds, by_name["drafter",].stats.rounds)
+
+
 @pytest.mark.parametrize("head", ["eagle3", "ngram"])
 def test_what_was_predicted_is_accepted(zoo: Zoo, head: str) -> None:
     """Keeps out: a prediction that is shifted, lost with the first token, or lost for good after an edit."""
@@ -152,7 +175,17 @@ def test_at_the_door(zoo: Zoo) -> None:
         decoder.generate([prompt], SamplingParams(max_tokens=4, prediction=[1] * 129))
     with pytest.raises(ValueError, match="prediction would do nothing with speculate=False; .* speculate=True"):
         decoder.generate([prompt], SamplingParams(max_tokens=4, prediction=[1]), speculate=False)
+    with pytest.raises(
+        ValueError, match="sources leaves out the prediction .* sources=\\['suffix', 'prediction'\\]"
+    ):
+        SamplingParams(prediction=[1], sources=["suffix"])
+    with pytest.raises(ValueError, match="sources would do nothing with speculate=False"):
+        SamplingParams(sources=["suffix"], speculate=False)
+    with pytest.raises(ValueError, match="sources names 'corpse'; expected some of .* nearest: 'drafter'"):
+        decoder.generate([prompt], SamplingParams(max_tokens=4, sources=["corpse"]))
     alone = zoo.decoder("llama", "eagle3", SpecConfig(3, 1, 4))
+    with pytest.raises(ValueError, match=r"sources needs a decoder whose trees have several sources, and this one drafts by"):
+        alone.generate([prompt], SamplingParams(max_tokens=4, sources=["drafter"]))
     with pytest.raises(ValueError, match=r"this one drafts by drafter alone; nearest .* draft=\[DRAFT, 'suffix'\]"):
         alone.generate([prompt], SamplingParams(max_tokens=4, prediction=[1]))
     with pytest.raises(ValueError, match="this one drafts nothing; nearest"):

@@ -80,7 +80,7 @@ def joining(B: int) -> None:
     for nodes, depth, scores in ((32, 31, floats(B, 32)), (6, 5, None)):
         parents = ids(B, nodes)
         tree = DraftTree(ids(B, nodes), parents, 5, is_chain=scores is None, scores_BN=scores)
-        survival, paths = Survival([CHAIN] * 3, here()), Paths(ids(B, 3, depth), ids(B, 3), ids(3))
+        survival, paths = Survival([CHAIN] * 3, here()), Paths(ids(B, 3, depth), ids(B, 3), ids(3), ids(B, 3))
         launch_paths(text, ids(B, 2), depth, paths.of_source(0, 2))
         launch_continuations(DeviceTable(1 << 20, here()), text, ids(B), depth, Continuations(*paths.of_source(0, 2)[:2]))
         steps = launch_rates(paths, tree, survival, depth)
