@@ -1,6 +1,6 @@
 """Milliseconds a round at the Llama-3.1-8B shape of trees from several sources, against the head's own of as many nodes.
 
-    python benchmarks sources.joined_8b --out benchmarks/sources/results/joined_8b.json
+    python benchmarks sources.joined_8b --out benchmarks/sources/results/joined_8b_h200.json
 
 Weights are random in bf16, as in rounds.round_8b.  The drafter is joined by matches in the text, then by a corpus of random
 tokens and by earlier answers too.  All lines are measured in one process, in turns, and each is compared with the head alone.
