@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -99,7 +100,10 @@ class TableKeeper:
                 self._is_making = True
             begun = time.monotonic()
             for name in self._take():
-                self._emit([*steps_of(name, self._table(name))])
+                try:
+                    self._emit([*steps_of(name, self._table(name))])
+                except Exception as error:  # most often of memory: the texts stay, and the next change tries again
+                    warnings.warn(f"no table of {name} could be made, and rounds read the last one: {error!r}", stacklevel=1)
             rest = REST * (time.monotonic() - begun)
             with self._news:
                 self._is_making = False
