@@ -175,9 +175,7 @@ def test_at_the_door(zoo: Zoo) -> None:
         decoder.generate([prompt], SamplingParams(max_tokens=4, prediction=[1] * 129))
     with pytest.raises(ValueError, match="prediction would do nothing with speculate=False; .* speculate=True"):
         decoder.generate([prompt], SamplingParams(max_tokens=4, prediction=[1]), speculate=False)
-    with pytest.raises(
-        ValueError, match="sources leaves out the prediction .* sources=\\['suffix', 'prediction'\\]"
-    ):
+    with pytest.raises(ValueError, match="sources leaves out the prediction .* sources=\\['suffix', 'prediction'\\]"):
         SamplingParams(prediction=[1], sources=["suffix"])
     with pytest.raises(ValueError, match="sources would do nothing with speculate=False"):
         SamplingParams(sources=["suffix"], speculate=False)
