@@ -222,8 +222,7 @@ SEED = partial(checks.require_int, low=-(2**63), high=MAX_SEED)
 
 def number(default: float, bounds: tuple[float, float], step: str, metavar: str, meaning: str, **more: Any) -> Any:
     """A field that is a number of a row, of the type of its default and within the bounds."""
-    kind: Any = checks.require_int if isinstance(default, int) else checks.require_float
-    check = partial(kind, low=bounds[0], high=bounds[1])
+    check = partial(checks.require_int if isinstance(default, int) else checks.require_float, low=bounds[0], high=bounds[1])
     return option(default, check, meaning, metavar=metavar, column=type(default), step=step, **more)
 
 
@@ -266,10 +265,8 @@ class SamplingParams:
     logprobs_mode: "raw" for the probabilities before all options, "processed" for those after them: of the distribution that
     was sampled from, or, in greedy decoding, of the changed logits.
 
-    These say how tokens are drafted, and change no text:
-    prediction: what the answer may well be, as a text or a list of ids.
-    sources: who may draft, by the names of Generation.sources; None: all.  speculate: False: nobody.
-
+    These change no text.  prediction: what the answer may well be, as a text or a list of ids.  sources: who may draft, by the
+    names of Generation.sources; None: all.  speculate: False: nobody.
     n: generations of each prompt; the one of number j, from 0 on, has the seed + j.  Greedy ones are all equal.
     """
 

@@ -22,7 +22,7 @@ INTS = (*(name for name, declared in SAMPLING_OPTIONS.items() if declared.column
 
 
 class Needs(NamedTuple):
-    """What choosing tokens takes for at least one row of a pass.
+    """What choosing and drafting tokens takes for at least one row of a pass.
 
     A pass runs the steps that are needed, and no other; a step changes nothing in rows without its option.  So any needs
     besides a batch's own would give the same tokens, more slowly.  A CUDA graph is captured for each combination that occurs.
@@ -32,7 +32,7 @@ class Needs(NamedTuple):
         bias: TokenRules.bias.  penalties: what a row's text holds.  bad_words, ends: TokenRules of these names.
         grammar: RowEntry.grammar.  The host completes trees before the target reads them, and makes masks meanwhile, so such a
             round runs phase by phase.
-        processed: log-probabilities after the options.
+        processed: log-probabilities after the options.  prediction, sources: RowEntry's of these names.
     logprobs: 1 + the number of likeliest tokens whose log-probabilities are computed beside the chosen one's; 0: none are.
     """
 
@@ -107,9 +107,7 @@ class TokenRules:
 
 
 class Grammar(NamedTuple):
-    """What a row's output must be.
-
-    kind: how `text` says it: as a JSON schema, as a regular expression, or as a context-free grammar.
+    """What a row's output must be.  kind: how `text` says it: as a JSON schema, a regular expression or a context-free grammar.
     ends: ids that end the text, and may stand where it is complete.
     """
 
@@ -386,15 +384,12 @@ class Pending(Protocol):
 
     def read(self) -> list[Emitted]:
         """Waits for the device: one for each row of a round or part of a chunk.  To be called once.  A Try emits nothing."""
-        ...
 
     def drop(self) -> None:
         """Gives the result up without reading it."""
-        ...
 
     def seconds(self) -> float:
         """Seconds of a timed round or a Try.  To be called only after `read`."""
-        ...
 
 
 class Runner(Protocol):

@@ -7,9 +7,9 @@ A pair that follows no instructions gets edits that are made here: the predictio
 replaced everywhere, with every sentence on a line of its own, or with a word of 16 wrong, missing or doubled.  With --chat the
 target edits documents itself, and the document is the prediction.  "own" are prompts as they are, without predictions.
 
-All ways write the same texts, which is checked (in bfloat16 they may part where two tokens tie).  They run in turns, so that what else the machine does meets all of them; a
-number is tokens by seconds (on a CPU, of this process's processor time), and its interval is that of 95 percent over the turns'
-ratios to the drafter alone.
+All ways write the same texts, which is checked; in bfloat16 they may part where two tokens tie. They run in turns, so that
+what else the machine does meets all of them; a number is tokens by seconds (on a CPU, of this process's processor time),
+and its interval is that of 95 percent over the turns' ratios to the drafter alone.
 """
 
 from __future__ import annotations
