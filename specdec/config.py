@@ -222,8 +222,10 @@ SEED = partial(checks.require_int, low=-(2**63), high=MAX_SEED)
 
 def number(default: float, bounds: tuple[float, float], step: str, metavar: str, meaning: str, **more: Any) -> Any:
     """A field that is a number of a row, of the type of its default and within the bounds."""
-    check = partial(checks.require_int if isinstance(default, int) else checks.require_float, low=bounds[0], high=bounds[1])
-    return option(default, check, meaning, metavar=metavar, column=type(default), step=step, **more)
+    kind: Any = checks.require_int if isinstance(default, int) else checks.require_float
+    return option(
+        default, partial(kind, low=bounds[0], high=bounds[1]), meaning, metavar=metavar, column=type(default), step=step, **more
+    )
 
 
 def _zero_or_some(name: str, value: Any, zero: str) -> float:
