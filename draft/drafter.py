@@ -108,7 +108,6 @@ class DraftModel(nn.Module, ABC):
     feature_size: int = 0
     takes_predictions = False  # whether a request's own prediction is among what it proposes
     takes_choices = False  # whether a request may choose among its sources
-    sources: tuple[str, ...] = ("drafter",)  # who proposes nodes, by their bits in DraftTree.sources_BN
 
     @property
     def tables(self) -> Mapping[TableName, int]:
@@ -118,6 +117,11 @@ class DraftModel(nn.Module, ABC):
     @property
     @abstractmethod
     def needs(self) -> DraftNeeds: ...
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Who proposes nodes, by their bits in DraftTree.sources_BN."""
+        return ("drafter",)
 
     @abstractmethod
     def check(self, spec: SpecConfig) -> None:

@@ -252,8 +252,7 @@ class SamplingParams:
     bad_words: texts, or lists of ids, that the output does not complete.
 
     These say what is sampled from, in the order top_n_sigma, temperature, top_k, top_p, min_p:
-    top_n_sigma: tokens whose logit is within so many standard deviations (of the logits that are not banned) of the best one's;
-    0 keeps all.
+    top_n_sigma: tokens with logits within so many standard deviations (of those not banned) of the best one's; 0 keeps all.
     top_k: the so many best tokens; 0 keeps all.  top_p: the smallest set that reaches this probability.
     min_p: tokens at least this many times as likely as the best one.
 
@@ -266,10 +265,8 @@ class SamplingParams:
     logprobs_mode: "raw" for the probabilities before all options, "processed" for those after them: of the distribution that
     was sampled from, or, in greedy decoding, of the changed logits.
 
-    These say how tokens are drafted, and change no text:
-    prediction: what the answer may well be, as a text or a list of ids.
-    sources: who may draft, by the names of Generation.sources; None: all.  speculate: False: nobody.
-
+    These change no text.  prediction: what the answer may well be, as a text or ids.  sources: who may draft, by the names of
+    Generation.sources; None: all.  speculate: False: nobody.
     n: generations of each prompt; the one of number j, from 0 on, has the seed + j.  Greedy ones are all equal.
     """
 

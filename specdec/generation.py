@@ -99,7 +99,7 @@ class Generation:
     origins: for each of token_ids, the depth at which the drafter's token was accepted in its round's tree, from 1 on; 0 where
         the token is the target's own: the first, the last of each round, and all of plain decoding.
     sources: for each of token_ids, who drafted the token if a draft was accepted: "drafter", "suffix" (the text's own matches),
-        "prediction" and so on, or several of them as "drafter+suffix"; "" where the token is the target's own.
+        "prediction" and so on, several of them as "drafter+suffix", or "grammar"; "" where the token is the target's own.
     logprobs: one for each of token_ids; None if they were not asked for.
     predicted_tokens: how many tokens the request's prediction had.
     """

@@ -23,7 +23,7 @@ INTS = (*(name for name, declared in SAMPLING_OPTIONS.items() if declared.column
 
 
 class Needs(NamedTuple):
-    """What choosing tokens takes for at least one row of a pass.
+    """What choosing and drafting tokens takes for at least one row of a pass.
 
     A pass runs the steps that are needed, and no other; a step changes nothing in rows without its option.  So any needs
     besides a batch's own would give the same tokens, more slowly.  A CUDA graph is captured for each combination that occurs.
@@ -33,7 +33,7 @@ class Needs(NamedTuple):
         bias: TokenRules.bias.  penalties: what a row's text holds.  bad_words, ends: TokenRules of these names.
         grammar: RowEntry.grammar.  The host completes trees before the target reads them, and makes masks meanwhile, so such a
             round runs phase by phase.
-        processed: log-probabilities after the options.
+        processed: log-probabilities after the options.  prediction, sources: RowEntry's of these names.
     logprobs: 1 + the number of likeliest tokens whose log-probabilities are computed beside the chosen one's; 0: none are.
     """
 
@@ -108,9 +108,7 @@ class TokenRules:
 
 
 class Grammar(NamedTuple):
-    """What a row's output must be.
-
-    kind: how `text` says it: as a JSON schema, as a regular expression, or as a context-free grammar.
+    """What a row's output must be.  kind: how `text` says it: as a JSON schema, a regular expression or a context-free grammar.
     ends: ids that end the text, and may stand where it is complete.
     """
 

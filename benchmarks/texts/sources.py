@@ -7,9 +7,9 @@ A pair that follows no instructions gets edits that are made here: the predictio
 replaced everywhere, with every sentence on a line of its own, or with a word of 16 wrong, missing or doubled.  With --chat the
 target edits documents itself, and the document is the prediction.  "own" are prompts as they are, without predictions.
 
-All ways write the same texts, which is checked.  They run in turns, so that what else the machine does meets all of them; a
-number is tokens by seconds (on a CPU, of this process's processor time), and its interval is that of 95 percent over the turns'
-ratios to the drafter alone.
+All ways write the same texts, which is checked; in bfloat16 they may part where two tokens tie. They run in turns, so that
+what else the machine does meets all of them; a number is tokens by seconds (on a CPU, of this process's processor time),
+and its interval is that of 95 percent over the turns' ratios to the drafter alone.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def case(ways: list[Way], kind: str, temperature: float, batch: int, args: argpa
     used = [way for way in ways if not way.predicts or kind != "own"]
     want, rates = None, {way.name: list[float]() for way in used}
     lengths = dict[str, float]()
-    for turn in range(args.turns + 1):  # the first one warms up
+    for turn in range(-args.warm_ups, args.turns):
         for way in used[turn % len(used) :] + used[: turn % len(used)]:
             outputs, seconds = run(way, texts, base)
             ids = [out.token_ids for out in outputs]
@@ -141,7 +141,7 @@ def case(ways: list[Way], kind: str, temperature: float, batch: int, args: argpa
             assert ids == want, f"{way.name} wrote other texts"
             rounds = sum(out.stats.rounds for out in outputs)
             lengths[way.name] = sum(out.stats.emitted for out in outputs) / rounds
-            if turn:
+            if turn >= 0:
                 rates[way.name].append(sum(map(len, ids)) / seconds)
     reference = rates[used[1].name]
     found = {"kind": kind, "temperature": temperature, "batch": batch}
@@ -186,6 +186,7 @@ def main() -> None:
     parser.add_argument("--batches", default="1,8,32")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--warm-ups", type=int, default=1, help="turns before those; a GPU needs more, to capture graphs")
     parser.add_argument("--max-seq-len", type=int, default=512)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype")

@@ -38,7 +38,6 @@ class NgramModel(DraftModel):
     """The drafter before it has a batch.  vocab_size: the target's."""
 
     takes_predictions = True
-    sources = (SUFFIX, PREDICTION)
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__()
@@ -47,6 +46,10 @@ class NgramModel(DraftModel):
     @property
     def needs(self) -> DraftNeeds:
         return DraftNeeds(features=None, slot_bytes=ENTRY_BYTES)
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return SUFFIX, PREDICTION
 
     def check(self, spec: SpecConfig) -> None:
         M = num_continuations(spec)

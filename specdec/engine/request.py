@@ -143,7 +143,7 @@ class Request:
 
     def _named(self, bits: int) -> str:
         """The sources of one token.  bits: see Emitted.sources."""
-        return "+".join(name for number, name in enumerate(self.source_names) if bits >> number & 1)
+        return "+".join(name for number, name in enumerate(self.source_names) if bits >> number & 1) or "grammar"
 
     def _logprob(self, token: int, numbers: Logprobs) -> TokenLogprob:
         own, *likeliest = numbers.values

@@ -147,7 +147,7 @@ def _prediction(value: Any) -> str:
     content = value["content"]
     if isinstance(content, list):
         return "".join(_text_part(part, f"prediction.content[{i}]") for i, part in enumerate(content))
-    return _checked("prediction", _require_text, content)  # type: ignore[no-any-return]
+    return _checked("prediction", _require_text, content)
 
 
 def _logit_bias(value: dict[str, Any]) -> dict[int, Any]:

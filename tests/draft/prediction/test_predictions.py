@@ -1,15 +1,18 @@
 """Predictions of requests in an engine: texts stay the target's, and what was predicted is accepted."""
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import toolkit.heads.block_zoo  # noqa: F401 (the zoo has its heads by name)
+import torch
 from toolkit.driver import Driver
 from toolkit.models import Zoo, ragged_prompts
 from toolkit.parallel.decoders import with_ranks
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
+from specdec.batch.tree import DraftTree
 
 JOINED = ("llama", "eagle3", (3, 3, 12))
 SAMPLINGS = [{}, {"temperature": 1.1, "seed": 3}]
@@ -145,6 +148,16 @@ def test_tokens_name_who_drafted_them(zoo: Zoo, head: str) -> None:
     chunks = list(decoder.stream(prompts[0], given[0]))
     whole = decoder.generate([prompts[0]], given[0])[0]
     assert [each for chunk in chunks for each in chunk.sources] == whole.sources
+
+
+def test_nodes_of_a_grammar_are_named_so() -> None:
+    """Keeps out: a node that a grammar has put in a draft's place under the name of the draft's source."""
+    chosen = [[9, 1, 2, 3], [0, 0, 1, 1]], [[9, 2, 1, 3], [0, 0, 0, 2]]
+    drafted, made = (DraftTree(torch.tensor([ids]), torch.tensor([above]), 2) for ids, above in chosen)
+    drafted = replace(drafted, sources_BN=torch.tensor([[0, 1, 2, 5]]))
+    made = replace(made, sources_BN=torch.zeros(1, 4, dtype=torch.int64))
+    made.find_sources(drafted)  # the child of the root with token 2 is new; tokens 1 and 3 after it have only moved
+    assert made.sources_BN is not None and made.sources_BN.tolist() == [[0, 0, 1, 5]]
 
 
 def test_ranks_follow_the_same_predictions(zoo: Zoo) -> None:

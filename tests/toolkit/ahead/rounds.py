@@ -22,9 +22,12 @@ from specdec.draft.join.paths import Paths
 from specdec.draft.join.paths_triton import launch_rates
 from specdec.draft.join.survival import CHAIN, Survival
 from specdec.draft.join.survival_triton import launch_learn
-from specdec.draft.ngram.lookup import PagedTexts
+from specdec.draft.ngram.lookup import MAX_MATCH, PagedTexts
 from specdec.draft.ngram.lookup_triton import launch_match_keys
 from specdec.draft.ngram.paths_triton import launch_paths
+from specdec.draft.prediction.places_triton import launch_follow
+from specdec.draft.prediction.places_triton import launch_paths as launch_predicted
+from specdec.draft.prediction.source import PredictionRows
 from specdec.draft.suffix.device_table import DeviceTable
 from specdec.draft.suffix.lookup import Continuations
 from specdec.draft.suffix.lookup_triton import launch_continuations
@@ -84,6 +87,9 @@ def joining(B: int) -> None:
         launch_paths(text, ids(B, 2), depth, paths.of_source(0, 2))
         launch_continuations(DeviceTable(1 << 20, here()), text, ids(B), depth, Continuations(*paths.of_source(0, 2)[:2]))
         steps = launch_rates(paths, tree, survival, depth)
+        predicted = PredictionRows(counts(B, 2048), ids(B), ids(B, MAX_MATCH), ids(B), ids(B))
+        launch_predicted(predicted, depth, paths.of_source(0, 2))
+        launch_follow(predicted, ids(B, depth + 1), ids(B))
         launch_candidates(tree, paths.tokens_BPD, steps, ids(3))
         new = NewTokens(counts(B), ids(B, depth + 1), ids(B), None)
         launch_learn(survival.counts_CLG2, paths, new, ids(B))

@@ -217,6 +217,8 @@ CHOSEN: dict[str, list[str]] = {
     "rates_kernel": ["tests/draft/join/test_paths.py::test_the_kernel_finds_the_same_paths[9-None-chain]"],
     "match_paths_kernel": ["tests/draft/join/test_paths.py::test_the_kernel_finds_the_same_paths[9-None-chain]"],
     "continuations_kernel": ["tests/draft/suffix/test_lookup.py::test_the_kernel_finds_the_same[4-9]"],
+    "predicted_paths_kernel": ["tests/draft/prediction/test_places.py::test_the_kernel_finds_the_same_places[3]"],
+    "follow_kernel": ["tests/draft/prediction/test_places.py::test_answers_go_on[1]"],
     "join_kernel": ["tests/draft/join/test_join.py::test_the_kernel_finds_the_same_candidates[3]"],
     "learn_kernel": ["tests/draft/join/test_survival.py::test_the_kernels_learn_the_same"],
     "halve_counts_kernel": ["tests/draft/join/test_survival.py::test_the_kernel_halves_the_same"],
