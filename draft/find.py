@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from specdec.checks import nearest_name
 from specdec.draft.formats.open import HowToRead
-from specdec.draft.kind import SUFFIX, Draft, OpenDrafter
+from specdec.draft.join.sources import SOURCES
+from specdec.draft.kind import ANSWERS, CORPUS, SUFFIX, Draft, OpenDrafter
 from specdec.draft.kinds import KINDS, all_kinds, kind_of, kind_of_files
 from specdec.draft.load import HeadDrafter
 from specdec.models.checkpoints.checkpoint import resolve_target
@@ -34,9 +35,10 @@ def head_folder(draft: str | Path) -> Path:
 
 
 class Joined(NamedTuple):
-    """A drafter that was found, which is joined by matches in the request's own text."""
+    """A drafter that was found, which is joined by sources of paths, of these names."""
 
     drafter: str | Path
+    sources: tuple[str, ...] = (SUFFIX,)
 
 
 def find_drafter(draft: Draft, options: EngineOptions) -> str | Path | Joined | None:
@@ -45,28 +47,56 @@ def find_drafter(draft: Draft, options: EngineOptions) -> str | Path | Joined | 
     A folder that is called as a kind is named with its path: "./ngram".  ValueError or TypeError if there is no such drafter,
     or for an option that would do nothing.
     """
-    if isinstance(draft, list | tuple) or draft == SUFFIX:
-        sources = [draft] if isinstance(draft, str) else list(draft)
-        found = find_drafter(_joined(sources), options)
-        assert isinstance(found, str | Path)
-        return found if len(sources) == 1 else Joined(found)
+    listed = list(draft) if isinstance(draft, list | tuple) else [draft]
+    if options.corpus is not None:
+        refuse_no_corpus(options.corpus, draft)
+        listed += [] if CORPUS in listed else [CORPUS]
+    elif options.corpus_memory != EngineOptions().corpus_memory and not {CORPUS, ANSWERS} & {*map(str, listed)}:
+        raise ValueError(
+            f"corpus_memory={options.corpus_memory!r} would do nothing without a source {CORPUS!r} or {ANSWERS!r}; nearest "
+            f"setting that works: corpus_memory={EngineOptions().corpus_memory!r}"
+        )
+    if len(listed) == 1 and not isinstance(draft, list | tuple) and draft not in SOURCES:
+        return _find_one(draft, options)
+    drafter, sources = _told_apart(listed)
+    found = _find_one(drafter, options)
+    assert isinstance(found, str | Path)
+    return Joined(found, sources) if sources else found
+
+
+def _find_one(draft: str | Path | None, options: EngineOptions) -> str | Path | None:
     if draft is None or kind_of(draft):
         assert draft is None or isinstance(draft, str)
         refuse_idle(options, draft)
         return draft
-    return head_folder(draft)  # type: ignore[arg-type]  # what is no list, and what is neither is refused there
+    return head_folder(draft)
 
 
-def _joined(draft: Sequence[str | Path]) -> str | Path:
-    """The drafter among several sources.  ValueError if they are not one drafter, and at most once the text's own matches."""
-    named = [one for one in draft if one != SUFFIX]
+def refuse_no_corpus(corpus: str | Path, draft: Draft) -> None:
+    """ValueError for a corpus that is no file, and for one beside no drafter."""
+    if draft is None or draft in ("ngram", SUFFIX):
+        raise ValueError(
+            f"corpus={str(corpus)!r} joins the trees of a drafter, got draft={draft!r}; nearest settings that work: "
+            "draft=DIR, or corpus=None"
+        )
+    if not Path(corpus).is_file():
+        raise ValueError(f"corpus must be a file of text or a .jsonl file, got {str(corpus)!r}, which is none")
+
+
+def _told_apart(draft: Sequence[str | Path]) -> tuple[str | Path, tuple[str, ...]]:
+    """The drafter among several sources, and the sources of paths; the text's own matches are the first of these if there are
+    any.  ValueError if they are not one drafter, and each source once at most.
+    """
+    named = [one for one in draft if one not in SOURCES]
+    sources = [str(one) for one in draft if one in SOURCES]
     if len(named) == 1 and not isinstance(named[0], str | Path):
         raise TypeError(f"each source of draft must be a name or a folder, got {named[0]!r}; nearest setting: a string")
-    if len(named) != 1 or len(draft) > 2 or (len(draft) == 2 and named[0] == "ngram"):
+    if len(named) != 1 or len(sources) > len(set(sources)) or (sources and named[0] == "ngram"):
         alone = f"; nearest setting that works: draft={list(named[:1]) + [SUFFIX]!r}" if named and named[0] != "ngram" else ""
         alone = alone or f"; nearest setting that works: draft='ngram', which is {SUFFIX!r} alone"
-        raise ValueError(f"several sources are one drafter and {SUFFIX!r}, got draft={list(draft)!r}{alone}")
-    return named[0]
+        known = ", ".join(map(repr, SOURCES))
+        raise ValueError(f"several sources are one drafter and some of {known}, got draft={list(draft)!r}{alone}")
+    return named[0], tuple(name for name in SOURCES if name in sources or (sources and name == SUFFIX))
 
 
 def open_drafter(
@@ -77,10 +107,11 @@ def open_drafter(
         return None
     if isinstance(found, Joined):
         from specdec.draft.join.open import OpenJoined
+        from specdec.draft.join.sources import ALWAYS, open_source
 
         own = open_drafter(found.drafter, options, target, target_folder)
         assert own is not None
-        return OpenJoined(own)
+        return OpenJoined(own, [open_source(name, options) for name in (*found.sources, *ALWAYS)])
     if kind := kind_of(found):
         return kind.open(target_folder, target)
 

@@ -97,6 +97,27 @@ def require_memory(name: str, value: Any, of: str = "the free memory") -> int | 
     return int(size)
 
 
+def require_size(name: str, value: Any, low: int = 1 << 20, high: int = 1 << 36) -> int:
+    """A number of bytes from `low` to `high`; texts such as "2GiB" are read."""
+    expected = f"{name} must be a number of bytes or a size such as '2GiB', {low >> 20}MiB to {high >> 30}GiB, got {value!r}"
+    if not isinstance(value, str) and not is_number(type(value), Integral):
+        raise TypeError(f"{expected} of type {type(value).__name__}; nearest setting that works: {name}='{low >> 20}MiB'")
+    size = bytes_of(value) if isinstance(value, str) else int(value)
+    if size is None or not low <= size <= high:
+        near = high if size is not None and size > high else low
+        raise ValueError(f"{expected}; nearest setting that works: {name}='{near >> 20}MiB'")
+    return size
+
+
+def require_file(name: str, value: Any) -> Any:
+    """The name of a file, which is not looked at."""
+    if not isinstance(value, str | Path):
+        raise TypeError(f"{name} must be the name of a file, got {value!r} of type {type(value).__name__}")
+    if not str(value).strip():
+        raise ValueError(f"{name} must be the name of a file, got an empty one; nearest setting that works: {name}=None")
+    return value
+
+
 def require_bool(name: str, value: Any, nearest: bool) -> bool:
     """The value, if it is True or False.  nearest: the setting that the error proposes."""
     if not isinstance(value, bool):
@@ -208,6 +229,29 @@ def require_ids(name: str, value: Any) -> tuple[int, ...]:
         if not is_number(type(token), Integral):
             raise TypeError(f"{name} must be a list of ints, got {token!r} of type {type(token).__name__} at index {i}")
     return tuple(require_int(f"{name}[{i}]", token, 0, 2**31 - 1) for i, token in enumerate(ids))
+
+
+def require_prediction(name: str, value: Any) -> str | tuple[int, ...]:
+    """A text or ids, not empty."""
+    if isinstance(value, str):
+        require_characters(name, value)
+        kept: str | tuple[int, ...] = value
+    else:
+        kept = require_ids(name, value)
+    if not kept:
+        raise ValueError(f"{name} must not be empty; nearest setting that works: leave it out")
+    return kept
+
+
+def require_names(name: str, value: Any) -> tuple[str, ...]:
+    """Texts, each of them once, and one at least."""
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes) or not all(isinstance(each, str) for each in value):
+        raise TypeError(f"{name} must be a list of strings, got {value!r} of type {type(value).__name__}")
+    if not value or len(set(value)) < len(value):
+        raise ValueError(
+            f"{name} must hold one name or more, each once, got {list(value)!r}; nearest setting that works: leave it out"
+        )
+    return tuple(value)
 
 
 def require_bias(name: str, value: Any) -> dict[int, float]:

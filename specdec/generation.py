@@ -98,7 +98,10 @@ class Generation:
 
     origins: for each of token_ids, the depth at which the drafter's token was accepted in its round's tree, from 1 on; 0 where
         the token is the target's own: the first, the last of each round, and all of plain decoding.
+    sources: for each of token_ids, who drafted the token if a draft was accepted: "drafter", "suffix" (the text's own matches),
+        "prediction" and so on, several of them as "drafter+suffix", or "grammar"; "" where the token is the target's own.
     logprobs: one for each of token_ids; None if they were not asked for.
+    predicted_tokens: how many tokens the request's prediction had.
     """
 
     prompt_token_ids: list[int]
@@ -108,16 +111,20 @@ class Generation:
     stats: Stats
     origins: list[int]
     logprobs: list[TokenLogprob] | None = None
+    sources: list[str] = field(default_factory=list)
+    predicted_tokens: int = 0
 
 
 @dataclass(frozen=True)
 class Chunk:
     """A piece of a stream.  All texts joined are the final text, and all token_ids joined are the final ids.
 
-    origins: one for each of token_ids, as in Generation.  logprobs: one for each of token_ids; None if they were not asked for.
+    origins, sources: one for each of token_ids, as in Generation.
+    logprobs: one for each of token_ids; None if they were not asked for.
     """
 
     text: str
     token_ids: list[int]
     origins: list[int]
     logprobs: list[TokenLogprob] | None = None
+    sources: list[str] = field(default_factory=list)

@@ -17,7 +17,7 @@ from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn, Self
 
-from specdec.checks import require_bool
+from specdec.checks import about, require_bool, require_text
 from specdec.config import SamplingParams
 from specdec.draft.drafter import DraftModel
 from specdec.engine.engine_thread import EngineThread
@@ -28,6 +28,7 @@ from specdec.generation import Generation
 from specdec.loading.build import build_engine, ends_of, free_memory, grammars_of
 from specdec.loading.ranks import Ranks
 from specdec.loading.resolve import EngineSettings
+from specdec.loading.tables.source_tables import SourceTables
 from specdec.loading.threads import use_threads
 from specdec.models.target import Target
 from specdec.prompts.encode import (
@@ -38,6 +39,7 @@ from specdec.prompts.encode import (
     checked_ids,
     encode_prompt,
     is_one_prompt,
+    prediction_of,
 )
 from specdec.prompts.tokenizer import Tokenizer
 from specdec.runner.runner import DeviceRunner
@@ -80,6 +82,9 @@ class LoadedDecoder:
         self.eos_ids = frozenset(ends_of(tokenizer, model.config))
         self.grammars = grammars_of(tokenizer, model.config, sorted(self.eos_ids))
         self._parts.engine.runner.use_grammars(self.grammars)
+        self._tables = SourceTables({} if head is None else head.tables, tokenizer, model.config.vocab_size, self.owner)
+        if (corpus := settings.options.corpus) is not None:
+            self._tables.read_file(corpus, self.engine.runner.run)
         self._finalizer = weakref.finalize(self, self.owner.begin_to_close)  # ends the thread when the decoder is forgotten
 
     # ---- what it is made of ----
@@ -140,6 +145,30 @@ class LoadedDecoder:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
+    # ---- texts of which drafts are made ----
+
+    def set_corpus(self, name: str, texts: Sequence[str]) -> int:
+        """Adds a corpus of which drafts are made, or puts it in the place of the one of that name.  Returns its tokens.
+
+        texts: none of them: the corpus is forgotten.  The table of all corpora is made on a thread of its own, and rounds read
+        it as soon as it is ready.
+
+        ValueError and TypeError say what is wrong with it; then the corpora are what they were.
+        """
+        self.owner.check_open()
+        return self._tables.set_corpus(name, texts)
+
+    def settle_tables(self, seconds: float = 60.0) -> bool:
+        """Waits until rounds read all corpora and finished answers so far, for measurements.  Whether they do in that time."""
+        done = self._tables.keeper.wait(seconds)
+        self.owner.settle()
+        return done
+
+    @property
+    def corpora(self) -> list[str]:
+        """The names of the corpora; that of the option `corpus` is called "file"."""
+        return [] if self._tables.corpora is None else self._tables.corpora.names
+
     # ---- requests ----
 
     def generate(
@@ -149,6 +178,7 @@ class LoadedDecoder:
         *,
         speculate: bool = True,
         progress: bool = False,
+        cache_salt: str | None = None,
     ) -> list[Generation]:
         """Generates for one prompt or many; results are in the order of the prompts, and of each prompt's n generations.
 
@@ -156,6 +186,7 @@ class LoadedDecoder:
         sampling: one SamplingParams for all prompts, or a list with one for each; None: SamplingParams().
         speculate: False: the drafter proposes nothing for these prompts.  The texts are the same.
         progress: show a bar on stderr.
+        cache_salt: earlier answers are proposed among requests of the same salt alone.
 
         ValueError and TypeError name a prompt or a setting that can't be used; then nothing has run.  If a request fails while
         it runs, the other requests finish, and then RuntimeError is raised from its error.  Ctrl-C ends this call's requests.
@@ -167,7 +198,8 @@ class LoadedDecoder:
             name = "prompt" if is_one_prompt(prompts) else f"prompts[{index}]"
             ids = self.encode(prompt, name)
             for number in range(params.n):
-                requests.append(self.new_request(ids, params.of_choice(number), name, speculate=speculate))
+                own = self.new_request(ids, params.of_choice(number), name, speculate=speculate, cache_salt=cache_salt)
+                requests.append(own)
         with show_progress("generate", "requests") if progress else nullcontext() as show:
             return self.run(requests, show)
 
@@ -217,12 +249,15 @@ class LoadedDecoder:
         *,
         streaming: bool = False,
         speculate: bool = True,
+        cache_salt: str | None = None,
     ) -> Request:
         """A checked request, for callers that submit it themselves.  ValueError, TypeError: of its ids, length or sampling.
 
-        ids: of `encode`.  name: what errors call the prompt.  streaming: make the text token by token.
+        ids: of `encode`.  name: what errors call the prompt.  streaming: make the text token by token.  cache_salt: see
+        `generate`.
         """
         self.owner.check_open()
+        self._check_salt(cache_salt)
         require_bool("speculate", speculate, True)
         if not isinstance(sampling, SamplingParams):
             raise TypeError(f"sampling must be a SamplingParams, got {sampling!r} of type {type(sampling).__name__}")
@@ -241,12 +276,51 @@ class LoadedDecoder:
         if (rule := sampling.grammar_rule) is not None:
             self.grammars.check(*rule)
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
-        drafts, decode, left_after = speculate and self.head is not None, self.tokenizer.decode, self.grammars.left_after
-        request = Request.new(
-            prompt_ids, sampling, seed, self.eos_ids, decode, streaming, drafts, encoder_ids, bad_words, left_after
+        drafts, decode, left_after = (
+            speculate and sampling.speculate and self.head is not None,
+            self.tokenizer.decode,
+            self.grammars.left_after,
         )
+        predicted = prediction_of(sampling, self.tokenizer, config.vocab_size, self.settings.max_seq_len)
+        self._check_sources(sampling, speculate)
+        names, scope = self.head.sources if self.head is not None else (), self._tables.scope_of(cache_salt)
+        given = streaming, drafts, encoder_ids, bad_words, left_after, predicted, names, scope
+        request = Request.new(prompt_ids, sampling, seed, self.eos_ids, decode, *given)
         self.engine.check(request)
         return request
+
+    def _check_salt(self, cache_salt: str | None) -> None:
+        """TypeError or ValueError for a salt that is none, and one that would not separate all that requests share."""
+        if cache_salt is None:
+            return
+        with about("cache_salt"):
+            require_text("cache_salt", cache_salt)
+            if self.settings.options.prefix_caching:
+                raise ValueError(
+                    "cache_salt separates earlier answers, and prefix_caching=True shares keys and values among all requests; "
+                    "nearest setting that works: prefix_caching=False, or no cache_salt"
+                )
+
+    def _check_sources(self, sampling: SamplingParams, speculate: bool) -> None:
+        """ValueError if what the request says of drafts would do nothing.  speculate: see `generate`."""
+        head, said = self.head, {"prediction": sampling.prediction, "sources": sampling.sources}
+        for name in (name for name, value in said.items() if value is not None):
+            with about(name):
+                if not speculate:
+                    raise ValueError(
+                        f"{name} would do nothing with speculate=False; nearest setting that works: speculate=True"
+                    )
+                if head is None or not (head.takes_predictions if name == "prediction" else head.takes_choices):
+                    drafts = "nothing" if head is None else f"by {' and '.join(head.sources)} alone"
+                    settings = "draft=[DRAFT, 'suffix']" + (", or draft='ngram'" if name == "prediction" else "")
+                    raise ValueError(
+                        f"{name} needs a decoder whose trees have several sources, and this one drafts {drafts}; "
+                        f"nearest settings that work: {settings}"
+                    )
+        if unknown := [name for name in sampling.sources or () if head is not None and name not in head.sources]:
+            with about("sources"):
+                known = list(head.sources) if head is not None else []
+                raise ValueError(f"sources names {unknown[0]!r}; expected some of {known}; nearest: {known[0]!r}")
 
 
 def _wait(queues: Sequence[OutputQueue], news: SimpleQueue[None], show: Progress | None) -> None:

@@ -16,9 +16,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import partial
 from numbers import Integral
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from specdec.checks import is_number, nearest_name, require_bool, require_choice, require_int, require_memory, store
+from specdec.checks import (
+    is_number,
+    nearest_name,
+    require_bool,
+    require_choice,
+    require_file,
+    require_int,
+    require_memory,
+    require_size,
+    store,
+)
 from specdec.config import GraphMode
 
 if TYPE_CHECKING:
@@ -254,6 +265,23 @@ class EngineOptions:
         bounds=(1, usable_cpus),
     )
 
+    corpus: str | Path | None = option(
+        None,
+        "a file of text of which drafts are made too, beside a drafter: UTF-8, or .jsonl with a text in each line's `text`",
+        details="What followed a row's last tokens in the file joins the drafter's tree.  It implies the source `corpus` of "
+        "`draft`, which other corpora can be added to.",
+        others=require_file,
+        metavar="FILE",
+    )
+    corpus_memory: str | int = option(
+        "256MiB",
+        "memory of a process for texts of which drafts are made, corpora and earlier answers: bytes, or a size such as 1GiB",
+        details="A token takes 16 bytes.  A corpus that is longer is refused; earlier answers have a sixteenth of the memory, "
+        "and the oldest go.  Nothing is taken without such a source.",
+        others=require_size,
+        metavar="SIZE",
+    )
+
     draft_format: str = option(
         "auto",
         "layout of the draft head's folder; auto: by its config and tensor names; `specdec inspect` says which that is",
@@ -283,6 +311,11 @@ class EngineOptions:
         details="The warning names the reading of the head's files that is clearly better, if there is one: other layers, "
         "other embeddings, another vocabulary map.  It takes some passes over about 250 tokens, and the target's tokenizer.",
     )
+
+    @property
+    def corpus_bytes(self) -> int:
+        """corpus_memory as a number."""
+        return require_size("corpus_memory", self.corpus_memory)
 
     def __post_init__(self) -> None:
         checked = {

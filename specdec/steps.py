@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from specdec.config import SAMPLING_OPTIONS, GrammarKind, SpecConfig
 from specdec.limits import ZEROS
+from specdec.tables.steps import TableStep
 
 RoundKind = Literal["plain", "paused", "speculative"]
 STEPS = tuple(dict.fromkeys(declared.step for declared in SAMPLING_OPTIONS.values() if declared.step))
@@ -22,7 +23,7 @@ INTS = (*(name for name, declared in SAMPLING_OPTIONS.items() if declared.column
 
 
 class Needs(NamedTuple):
-    """What choosing tokens takes for at least one row of a pass.
+    """What choosing and drafting tokens takes for at least one row of a pass.
 
     A pass runs the steps that are needed, and no other; a step changes nothing in rows without its option.  So any needs
     besides a batch's own would give the same tokens, more slowly.  A CUDA graph is captured for each combination that occurs.
@@ -32,7 +33,7 @@ class Needs(NamedTuple):
         bias: TokenRules.bias.  penalties: what a row's text holds.  bad_words, ends: TokenRules of these names.
         grammar: RowEntry.grammar.  The host completes trees before the target reads them, and makes masks meanwhile, so such a
             round runs phase by phase.
-        processed: log-probabilities after the options.
+        processed: log-probabilities after the options.  prediction, sources: RowEntry's of these names.
     logprobs: 1 + the number of likeliest tokens whose log-probabilities are computed beside the chosen one's; 0: none are.
     """
 
@@ -107,9 +108,7 @@ class TokenRules:
 
 
 class Grammar(NamedTuple):
-    """What a row's output must be.
-
-    kind: how `text` says it: as a JSON schema, as a regular expression, or as a context-free grammar.
+    """What a row's output must be.  kind: how `text` says it: as a JSON schema, a regular expression or a context-free grammar.
     ends: ids that end the text, and may stand where it is complete.
     """
 
@@ -132,9 +131,10 @@ class RowEntry:
 
     pages: for each group of layers, numbers of pages in the KV pool, by position; equally many for each group.
     speculates: whether draft tokens may be accepted in the row.  rules, grammar: None where the row has none.
-    encoder_input: None for a target without an encoder.
-    written: of a request that held a row before, its output but the last token.
+    encoder_input: None for a target without an encoder.  written: of a request that had a row, its output but the last token.
     state: of a target with recurrent layers, the number of the state with which the text goes on: a kept one, or ZEROS.
+    prediction: what the output may well be; None: nobody said.  sources: who may draft, by bits (see Emitted); None: all.
+    scope: the key of those whose earlier answers may be proposed; 0: nobody's.
     """
 
     row: int
@@ -146,6 +146,9 @@ class RowEntry:
     grammar: Grammar | None = None
     written: Sequence[int] = ()
     state: int = ZEROS
+    prediction: Sequence[int] | None = None
+    sources: int | None = None
+    scope: int = 0
 
 
 @dataclass(frozen=True)
@@ -228,8 +231,7 @@ class RunRound:
 
     kind: "plain" decodes one token for each row; "paused" does the same and keeps what the drafter will need to catch up;
         "speculative" drafts a tree of shape `spec`, of which rows that do not speculate accept nothing.
-    needs: what the rows need to choose their tokens.
-    shared: read the pages of the last ShareRows once for all its rows.
+    needs: what the rows need to choose their tokens.  shared: read the pages of the last ShareRows once for all its rows.
     timed: measure how long it takes: from the end of the step before it, if that was a round, else from its own start.
     """
 
@@ -307,9 +309,7 @@ class ShareRows:
 
 @dataclass(frozen=True)
 class LeaveRows:
-    """Requests have ended.  moves: (source, target) pairs; each target becomes what its source was before this step.  No row
-    is both.  cleared: rows that become padding, after the moves.
-    """
+    """moves: (source, target): each target becomes what its source was; no row is both.  cleared: become padding after that."""
 
     moves: tuple[tuple[int, int], ...]
     cleared: tuple[int, ...]
@@ -347,7 +347,7 @@ class ForceAcceptance:
 
 Pass = RunChunk | RunRound | RunMixed
 RowStep = EnterRows | GrowRows | ShareRows | LeaveRows | StopDrafting | CopyPages
-Step = Pass | CatchUp | Try | RowStep | TimePhases | ForceAcceptance
+Step = Pass | CatchUp | Try | RowStep | TableStep | TimePhases | ForceAcceptance
 
 
 class Logprobs(NamedTuple):
@@ -364,11 +364,13 @@ class Emitted(NamedTuple):
         prompt ends with the part, else nothing.  A token of -1 says that the target's logits were not finite.
     logprobs: one for each of the tokens, and more, which mean nothing; empty where the launch needed none.
     best: of a round, how many of the drafter's first choices were accepted, and how many that path has.
+    sources: of a round, for each accepted draft token a bit for each source that proposed it; empty: there is one source.
     """
 
     tokens: list[int]
     logprobs: Sequence[Logprobs] = ()
     best: tuple[int, int] = (0, 0)
+    sources: Sequence[int] = ()
 
 
 class Pending(Protocol):
@@ -381,15 +383,12 @@ class Pending(Protocol):
 
     def read(self) -> list[Emitted]:
         """Waits for the device: one for each row of a round or part of a chunk.  To be called once.  A Try emits nothing."""
-        ...
 
     def drop(self) -> None:
         """Gives the result up without reading it."""
-        ...
 
     def seconds(self) -> float:
         """Seconds of a timed round or a Try.  To be called only after `read`."""
-        ...
 
 
 class Runner(Protocol):
@@ -397,4 +396,3 @@ class Runner(Protocol):
 
     def run(self, step: Step) -> Pending | None:
         """Launches the step.  Returns what a chunk or a round emits, or what a Try measures, to be read later; else None."""
-        ...

@@ -192,8 +192,10 @@ class TargetVerifier:
             weighed_BEW, tokens_BE = self._on_path(chosen.weighed_RW, tree, accepted.path_BE), accepted.tokens_BE
             numbers = self._logprobs(weighed_BEW.flatten(0, 1), tokens_BE.flatten(), needs)
             logprobs_BEY = numbers.unflatten(0, tokens_BE.shape)
-        new = NewTokens(base_lens_B, accepted.tokens_BE, accepted.accepted_B, features_BEF)
-        return RoundResult(new, accepted.emitted, logprobs_BEY)
+        new, emitted = NewTokens(base_lens_B, accepted.tokens_BE, accepted.accepted_B, features_BEF), accepted.emitted
+        if tree.sources_BN is not None:
+            emitted = emitted.with_sources(tree.sources_BN.gather(1, accepted.path_BE))
+        return RoundResult(new, emitted, logprobs_BEY)
 
     def commit(self, tables: dict[int, TreeTables], state: BatchState, tree: DraftTree, accepted: Accepted) -> None:
         """Moves the accepted paths' keys and values to the slots after the committed ones."""

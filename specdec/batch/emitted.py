@@ -39,10 +39,14 @@ class EmittedRows(NamedTuple):
     """What the host reads of a round: one int64 tensor, whose columns are written and read here alone.
 
     A row holds the number of accepted draft tokens; the tokens, -1 where the target's logits were not finite; and how many
-    draft tokens of the tree's best path were accepted, and how many that path has.
+    draft tokens of the tree's best path were accepted, and how many that path has.  Where trees have several sources, it goes
+    on with the sources of each place on the path after the root, as bits.
+
+    num_sources: how many columns these are.
     """
 
     numbers_BX: Tensor
+    num_sources: int = 0
 
     @classmethod
     def empty(cls, rows: int, places: int, device: torch.device) -> EmittedRows:
@@ -59,16 +63,29 @@ class EmittedRows(NamedTuple):
 
     @property
     def tokens_BE(self) -> Tensor:
-        return self.numbers_BX[:, 1:-2]
+        return self.numbers_BX[:, 1 : self._end - 2]
 
     @property
     def best_B2(self) -> Tensor:
-        return self.numbers_BX[:, -2:]
+        return self.numbers_BX[:, self._end - 2 : self._end]
 
-    @staticmethod
-    def read(numbers_BX: Tensor) -> list[Emitted]:
-        """What each row emitted.  numbers_BX: on the host."""
-        return [Emitted(row[1 : row[0] + 2], best=(row[-2], row[-1])) for row in numbers_BX.tolist()]
+    @property
+    def _end(self) -> int:
+        """How many columns come before those of sources."""
+        return self.numbers_BX.shape[1] - self.num_sources
+
+    def with_sources(self, sources_BE: Tensor) -> EmittedRows:
+        """The same, and the sources of each place on the path, of which the root is the first."""
+        assert not self.num_sources
+        return EmittedRows(torch.cat((self.numbers_BX, sources_BE[:, 1:]), dim=1), sources_BE.shape[1] - 1)
+
+    def read(self, numbers_BX: Tensor) -> list[Emitted]:
+        """What each row emitted.  numbers_BX: these numbers on the host."""
+        end, found = self._end, list[Emitted]()
+        for row in numbers_BX.tolist():
+            sources = row[end : end + row[0]] if self.num_sources else ()
+            found.append(Emitted(row[1 : row[0] + 2], best=(row[end - 2], row[end - 1]), sources=sources))
+        return found
 
 
 class RoundResult(NamedTuple):

@@ -23,6 +23,8 @@ class DraftTree:
     is_chain: whether node n's parent is node n - 1 in every sequence, so nodes are in order of position; known to the host.
     scores_BN: float32, for each node the logarithm of its survival, as its drafter estimates it: of the probability that it is
         accepted.  The root's is 0, and a node's is at most its parent's.  None: the drafter makes no estimate.
+    sources_BN: int64, a bit for each source that proposed the node, see DraftModel.sources; 0 for the root, and where a grammar
+        did.  None: there is one source.
 
     Depths and masks follow from the parents, and are computed when they are asked for.  Kernels walk the parents instead.
     """
@@ -32,6 +34,7 @@ class DraftTree:
     max_depth: int
     is_chain: bool = False
     scores_BN: Tensor | None = None
+    sources_BN: Tensor | None = None
 
     @property
     def num_nodes(self) -> int:
@@ -55,6 +58,21 @@ class DraftTree:
     def depths_BN(self) -> Tensor:
         """[B, N] int64: each node's level, 0 for the root."""
         return self.mask_BNN.sum(-1) - 1
+
+    def find_sources(self, drafted: DraftTree) -> None:
+        """Sets each node's sources to those of the node with the same path in another tree, and to 0 if that has none.
+
+        drafted: what this tree was before its tokens and parents changed.
+        """
+        assert self.sources_BN is not None and drafted.sources_BN is not None
+        nodes_N = torch.arange(self.num_nodes, dtype=torch.int64, device=self.tokens_BN.device)
+        same_BNN = (self.tokens_BN[..., None] == drafted.tokens_BN[:, None]) & (nodes_N > 0)
+        there_BN = torch.where(nodes_N > 0, -1, torch.zeros_like(self.tokens_BN))
+        for _ in range(self.max_depth):
+            above_BN = there_BN.gather(1, self.parents_BN)
+            is_it_BNN = same_BNN & (drafted.parents_BN[:, None] == above_BN[..., None])
+            there_BN = torch.where(nodes_N > 0, torch.where(is_it_BNN, nodes_N, -1).amax(-1), 0)
+        self.sources_BN.copy_(torch.where(there_BN > 0, drafted.sources_BN.gather(1, there_BN.clamp(min=0)), 0))
 
     @classmethod
     def chain(cls, tokens_BN: Tensor) -> DraftTree:

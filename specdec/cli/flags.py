@@ -146,10 +146,10 @@ def add_engine_flags(parser: argparse.ArgumentParser, command: str) -> None:
 
 
 def add_draft_flag(group: argparse._ActionsContainer, without: str) -> None:
-    """--draft, of which there may be two.  without: what happens without it."""
+    """--draft, of which there may be several.  without: what happens without it."""
     kinds = listed(lambda kind: kind.help)
     draft = f"folder or hub id of its draft head or of a small model, or {kinds}; a second one, `suffix`, joins matches in the "
-    draft += f"text; {without}"
+    draft += f"text; so do `corpus` and `answers`, matches in corpora and in earlier answers; {without}"
     group.add_argument("--draft", type=not_empty, action=StoreSources, metavar="DIR", help=draft)
 
 

@@ -21,6 +21,7 @@ from typing import Any
 from specdec.engine.loop import Engine
 from specdec.engine.output_queue import OutputQueue
 from specdec.engine.request import Request
+from specdec.tables.steps import TableStep
 
 # After an error the engine tells its runner which rows have ended.  If that fails as well, in so many steps in a row, nothing
 # can run any more: most often the GPU has failed, after which every call to it fails.  The same holds of errors that end no
@@ -102,6 +103,14 @@ class EngineThread:
         """
         if not self.is_closed and not self.is_fork:
             self._commands.put(lambda: self._cancel(request))
+
+    def bring_tables(self, steps: Sequence[TableStep]) -> None:
+        """Has the engine run these steps, in their order: one before each of its own steps, or all at once while it is idle."""
+        with self._door:
+            if not self.is_closed and not self.is_fork:
+                self.engine.table_steps.extend(steps)
+                self._commands.put(lambda: self._guarded(self.engine.run_table_steps))
+                self._start()
 
     def settle(self) -> None:
         """Waits until everything that was put before, cancellations for example, has been carried out."""

@@ -19,6 +19,7 @@ from specdec.engine.scheduler import Scheduler
 from specdec.engine.totals import Totals
 from specdec.startup import STARTUP
 from specdec.steps import Pending, RunChunk, Runner, RunRound, Step, Try
+from specdec.tables.steps import TableStep
 
 R = TypeVar("R", bound=Runner)
 
@@ -37,6 +38,7 @@ class Engine(Generic[R]):
         self.scheduler, self.runner, self.depth = scheduler, runner, depth
         self._unread: deque[tuple[Pending, Launch, list[tuple[Pending, Try]]]] = deque()  # with what was tried before each
         self._silent: deque[Pending] = deque()
+        self.table_steps: deque[TableStep] = deque()  # of tables that sources read; any thread may append some
         self._is_busy = False
 
     @property
@@ -81,6 +83,8 @@ class Engine(Generic[R]):
         with a chunk, all requests that hold rows get its error, and it is raised.
         """
         with self._all_or_none():
+            if self.table_steps:  # one at a time, so that no round waits for a whole table
+                self.runner.run(self.table_steps.popleft())
             growing = self.scheduler.grow()
             self._settle()  # of rows that have stepped back, and what an interrupt may have kept an earlier call from
             if growing:
@@ -143,6 +147,12 @@ class Engine(Generic[R]):
                 for pending, step in self._run_before(self.scheduler.make_ready(sizes)):
                     pending.read()
                     self.scheduler.speculation.tried(step, pending.seconds())
+
+    def run_table_steps(self) -> None:
+        """Brings all of the tables to the runner that are under way.  Nothing while texts run: then rounds do, bit by bit."""
+        with self._all_or_none():
+            while self.table_steps and self.scheduler.is_idle:
+                self.runner.run(self.table_steps.popleft())
 
     def _run_before(self, steps: list[Step]) -> list[tuple[Pending, Try]]:
         """Runs steps that emit nothing.  Returns what they measure."""

@@ -54,6 +54,7 @@ class Scheduler:
         self.stepped_back: dict[RequestState, None] = {}  # those of them that have had a row
         self.totals = Totals()
         self.on_end: Callable[[Request], None] = lambda request: None  # told of every request that has ended, within a step
+        self.on_answer: Callable[[Request], None] = lambda request: None  # told of every one that has come to its end
         self._chunk_is_next = True
         self._arrivals = count()
         self._batch_needs = BatchNeeds()
@@ -379,6 +380,8 @@ class Scheduler:
     def _ended(self, request: Request) -> None:
         if request.has_entered and request.error is None:
             self.admission.lengths.add(len(request.output.token_ids))
+            if not request.cancelled:
+                self.on_answer(request)
         self.totals.ended(request)
         self.on_end(request)
 

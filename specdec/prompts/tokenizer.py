@@ -8,6 +8,9 @@ from copy import copy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from specdec.models.gguf.file import is_gguf
 from specdec.models.gguf.tokenizer import gguf_tokenizer
 
@@ -42,6 +45,11 @@ class Tokenizer:
         """Token ids of a text.  ValueError without a tokenizer."""
         return list(self._need("a text prompt").encode(text))
 
+    def encode_pieces(self, pieces: list[str]) -> list[NDArray[np.int32]]:
+        """Token ids of each piece of a longer text, without tokens that begin or end texts.  ValueError without a tokenizer."""
+        inner = self._need("a corpus")
+        return [np.asarray(ids, dtype=np.int32) for ids in inner(pieces, add_special_tokens=False)["input_ids"]]
+
     def encode_word(self, word: str) -> list[list[int]]:
         """Token ids of a word within a text: at its beginning, and after a space.  ValueError without a tokenizer."""
         inner = self._need("bad_words as texts")
@@ -51,6 +59,13 @@ class Tokenizer:
         if not variants[0]:
             raise ValueError(f"bad_words holds {word!r}, of which the tokenizer makes no token; leave it out")
         return variants
+
+    def encode_answer(self, text: str) -> list[int]:
+        """Token ids of a text that follows a prompt.  ValueError without a tokenizer."""
+        ids = list(self._need("prediction as a text").encode(text, add_special_tokens=False))
+        if not ids:
+            raise ValueError(f"prediction is {text!r}, of which the tokenizer makes no token; leave it out")
+        return ids
 
     def encode_chat(self, messages: list[Any], name: str) -> list[int]:
         """Token ids of a chat, up to where the answer begins.  name: what errors call the chat.

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
@@ -118,7 +118,7 @@ class GrammarRows:
     def follow_round(self, emitted: EmittedRows) -> None:
         """Has the texts take what a round emits, once it is on the host."""
         if self._follows and self._group.rank == 0 and (texts := self._running(len(emitted.numbers_BX))):
-            self._unread.append(UnreadTokens(self._readback.start(emitted.numbers_BX), texts, EmittedRows.read))
+            self._unread.append(UnreadTokens(self._readback.start(emitted.numbers_BX), texts, emitted.read))
 
     @contextmanager
     def only_trying(self) -> Iterator[None]:
@@ -147,10 +147,16 @@ class GrammarRows:
         """
         if tree.num_nodes == 1:
             return {}
+        drafted = tree
+        if tree.sources_BN is not None:
+            copies = (x.clone() for x in (tree.tokens_BN, tree.parents_BN, tree.sources_BN))
+            drafted = replace(tree, **dict(zip(("tokens_BN", "parents_BN", "sources_BN"), copies, strict=True)))
         trees = self._completed(tree) if self._group.rank == 0 else HostTrees()
         self._share(tree.tokens_BN)
         if not tree.is_chain:  # the parents of a chain are constants, and stay what they are
             self._share(tree.parents_BN)
+        if tree.sources_BN is not None:
+            tree.find_sources(drafted)
         return trees
 
     def _share(self, x: Tensor) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from specdec import steps
 from specdec.attention.shared import SharedPrefix
-from specdec.batch.emitted import EmittedRows, FirstTokens, RoundResult
+from specdec.batch.emitted import FirstTokens, RoundResult
 from specdec.batch.sampling import RowSampling
 from specdec.batch.state import BatchState
 from specdec.batch.transfer import to_device
@@ -36,6 +36,7 @@ from specdec.runner.prompts import PromptRunner
 from specdec.runner.readback import Readback
 from specdec.runner.rounds import RoundRunner
 from specdec.runner.workers import Workers
+from specdec.tables.steps import FillTable, TableStep, UseTable
 from specdec.verify.synthetic import SyntheticAcceptance
 
 R = TypeVar("R")
@@ -92,6 +93,8 @@ class DeviceRunner:
             steps.LeaveRows: self._leave,
             steps.StopDrafting: self._stop_drafting,
             steps.CopyPages: self._copy,
+            FillTable: self._bring_table,
+            UseTable: self._bring_table,
             steps.TimePhases: lambda step: setattr(self.clock, "enabled", step.enabled),
             steps.ForceAcceptance: self._force_acceptance,
         }
@@ -198,7 +201,8 @@ class DeviceRunner:
         if self._rehearses and not self.mixed.num_first_uses:
             compile_ahead(lambda: self.mixed.rehearse(state, step), self.device)
         result = self.mixed.run(state, step)
-        around = EmittedPending(self.readback, result.numbers_BX, EmittedRows.read, result.logprobs_BEY)
+        emitted = result.emitted
+        around = EmittedPending(self.readback, emitted.numbers_BX, emitted.read, result.logprobs_BEY)
         return BothPending(around, self._first_tokens(step.chunk, result.first))
 
     def _round(self, step: steps.RunRound, last_round: Any) -> EmittedPending:
@@ -206,8 +210,8 @@ class DeviceRunner:
         begun = None if not step.timed else self.readback.record_event() if last_round is None else last_round
         result = self._launch_round(step)
         ended = self.grammars.report_ended() if step.needs.grammar else ()
-        numbers_BX = result.emitted.numbers_BX
-        pending = EmittedPending(self.readback, numbers_BX, EmittedRows.read, result.logprobs_BEY, ended, begun)
+        emitted = result.emitted
+        pending = EmittedPending(self.readback, emitted.numbers_BX, emitted.read, result.logprobs_BEY, ended, begun)
         self._last_round = pending.done
         return pending
 
@@ -255,6 +259,8 @@ class DeviceRunner:
                 tensor.index_copy_(0, rows_R, values_R)
         if self.workers.keeps_states:
             self.workers.enter_states(rows_R, to_device([entry.state for entry in entries], device))
+        if self.workers.drafter is not None:
+            self.workers.drafter.enter(step.entries)
         for entry in step.entries:
             if entry.rules is not None:
                 assert state.tables is not None
@@ -303,6 +309,9 @@ class DeviceRunner:
     def _copy(self, step: steps.CopyPages) -> None:
         sources_N, targets_N = to_device([step.sources, step.targets], self.device)
         self.workers.copy_pages(sources_N, targets_N, step.group)
+
+    def _bring_table(self, step: TableStep) -> None:
+        self.workers.need_drafter().bring_table(step)
 
     # ---- what is measured ----
 

@@ -13,9 +13,9 @@ from specdec.serve.log import CLIENT_GONE
 from specdec.serve.middleware import ENTRY, OPEN_PATHS, RequestMiddleware
 from specdec.serve.state import ServerState
 from specdec.serve.wire.errors import ApiError, ClientGone, ErrorAnswer
-from specdec.serve.wire.fields import CHAT, COMPLETIONS
+from specdec.serve.wire.fields import CHAT, COMPLETIONS, CORPUS
 
-PATHS = ("/v1/models", COMPLETIONS, CHAT, *OPEN_PATHS)
+PATHS = ("/v1/models", COMPLETIONS, CHAT, CORPUS, *OPEN_PATHS)
 
 
 def app_of(state: ServerState, read_metrics: ReadMetrics | None = None) -> FastAPI:
@@ -28,6 +28,7 @@ def app_of(state: ServerState, read_metrics: ReadMetrics | None = None) -> FastA
     for path, endpoint, methods in (
         (COMPLETIONS, endpoints.completions, ["POST"]),
         (CHAT, endpoints.chat, ["POST"]),
+        (CORPUS, endpoints.corpus, ["POST"]),
         ("/v1/models", endpoints.models, ["GET"]),
         ("/v1/models/{name:path}", endpoints.model, ["GET"]),
         ("/health", endpoints.health, ["GET", "HEAD"]),

@@ -17,6 +17,8 @@ from specdec.serve.state import ServerState
 from specdec.serve.stream import EventStream
 from specdec.serve.wire.answers import AnswerHeading, model_card, whole_answer
 from specdec.serve.wire.body import parse_object, read_body
+from specdec.serve.wire.corpus import corpus_answer, read_corpus_plan
+from specdec.serve.wire.errors import wrong
 from specdec.serve.wire.fields import CHAT, COMPLETIONS
 from specdec.serve.wire.requests import read_plan, unknown_model
 
@@ -36,6 +38,19 @@ class Endpoints:
 
     async def chat(self, request: Request) -> Response:
         return await self._generate(request, CHAT)
+
+    async def corpus(self, request: Request) -> Response:
+        """Adds or replaces texts of which drafts are made.  They are encoded on another thread than the event loop's."""
+        state = self._state
+        state.check_open()
+        body = await read_body(request.receive, request.headers, state.options.max_body_bytes, state.options.read_seconds)
+        name, texts = read_corpus_plan(parse_object(body))
+        setting = state.decoder.prepared(lambda decoder: decoder.set_corpus(name, texts))
+        try:
+            tokens = await state.unless_gone(setting, request.receive)
+        except (TypeError, ValueError) as error:
+            raise wrong("text", str(error)) from None
+        return JSONResponse(corpus_answer(name, len(texts), tokens))
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._card()]})

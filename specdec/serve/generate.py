@@ -5,6 +5,7 @@ from __future__ import annotations
 from asyncio import TaskGroup
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from specdec.async_decoder import AsyncSpecDecoder
 from specdec.checks import NoTokenLeft, PromptTooLong, field_of
@@ -43,10 +44,8 @@ def _of_prompt(decoder: SpecDecoder, plan: RequestPlan, index: int, cap: int | N
     if max_tokens is None:
         left = max(1, decoder.longest_output(ids))
         max_tokens = left if cap is None else min(left, cap)
-    return [
-        decoder.new_request(ids, plan.sampling_of(choice, max_tokens), name, streaming=plan.stream, speculate=plan.speculate)
-        for choice in range(plan.n)
-    ]
+    how: dict[str, Any] = {"streaming": plan.stream, "cache_salt": plan.cache_salt}
+    return [decoder.new_request(ids, plan.sampling_of(choice, max_tokens), name, **how) for choice in range(plan.n)]
 
 
 def _wrong_prompt(decoder: SpecDecoder, plan: RequestPlan, error: ValueError | TypeError) -> ApiError:

@@ -49,6 +49,8 @@ OTHER: dict[str, tuple[list[str], Any]] = {  # of each option: a value that is n
     "context_interleave": (["8"], 8),
     "prefill_chunk": (["64"], 64),
     "threads": (["1"], 1),
+    "corpus": (["notes.txt"], "notes.txt"),
+    "corpus_memory": (["1GiB"], 1 << 30),
 }
 
 # Of each field of SamplingParams: a command line, and the value that arrives, which is not the default.

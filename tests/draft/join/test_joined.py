@@ -114,9 +114,9 @@ def test_the_shape_of_several_sources() -> None:
         (["suffix"], r"got draft=\['suffix'\]; nearest .* draft='ngram', which is 'suffix' alone"),
         ("suffix", "nearest setting that works: draft='ngram'"),
         (["ngram", "suffix"], "nearest setting that works: draft='ngram'"),
-        (["a", "b"], r"several sources are one drafter and 'suffix', got draft=\['a', 'b'\]; .* draft=\['a', 'suffix'\]"),
+        (["a", "b"], r"several sources are one drafter and some of .*, got draft=\['a', 'b'\]; .* draft=\['a', 'suffix'\]"),
         (["mtp", "suffix", "suffix"], r"nearest setting that works: draft=\['mtp', 'suffix'\]"),
-        ([], "several sources are one drafter and 'suffix'"),
+        ([], "several sources are one drafter and some of 'suffix'"),
     ],
     ids=str,
 )
