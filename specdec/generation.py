@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from specdec.steps import NodeTable
+
 FinishReason = Literal["eos", "stop", "length"]
 
 
@@ -93,12 +95,37 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True)
+class Round:
+    """One verify pass of a request: the tree, and where the target's path through it stands in the output.
+
+    first: the place among the output's tokens of the first token that the round emitted.
+    accepted: how many draft tokens were accepted, those included that stand after the output's end.
+    tree: see NodeTable; a plain round's is only its root.
+    """
+
+    first: int
+    accepted: int
+    tree: NodeTable
+
+    @property
+    def path(self) -> list[int]:
+        """The nodes that the target accepted, the root first: each holds the token that the target chose after its parent."""
+        tokens, parents, chosen, _ = self.tree
+        path = [0]
+        while len(path) <= self.accepted:
+            at = path[-1]
+            path.append(next(n for n in range(at + 1, len(tokens)) if parents[n] == at and tokens[n] == chosen[at]))
+        return path
+
+
+@dataclass(frozen=True)
 class Generation:
     """One finished request.  token_ids includes the EOS or stop token that ended it; text doesn't show that token.
 
     origins: for each of token_ids, the depth at which the drafter's token was accepted in its round's tree, from 1 on; 0 where
         the token is the target's own: the first, the last of each round, and all of plain decoding.
     logprobs: one for each of token_ids; None if they were not asked for.
+    rounds: with the tree of each; None if trees were not asked for.
     """
 
     prompt_token_ids: list[int]
@@ -108,6 +135,7 @@ class Generation:
     stats: Stats
     origins: list[int]
     logprobs: list[TokenLogprob] | None = None
+    rounds: list[Round] | None = None
 
 
 @dataclass(frozen=True)
@@ -115,9 +143,11 @@ class Chunk:
     """A piece of a stream.  All texts joined are the final text, and all token_ids joined are the final ids.
 
     origins: one for each of token_ids, as in Generation.  logprobs: one for each of token_ids; None if they were not asked for.
+    rounds: those that emitted these tokens; None if trees were not asked for.
     """
 
     text: str
     token_ids: list[int]
     origins: list[int]
     logprobs: list[TokenLogprob] | None = None
+    rounds: list[Round] | None = None

@@ -148,6 +148,7 @@ class LoadedDecoder:
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         speculate: bool = True,
+        trees: bool = False,
         progress: bool = False,
     ) -> list[Generation]:
         """Generates for one prompt or many; results are in the order of the prompts, and of each prompt's n generations.
@@ -155,6 +156,7 @@ class LoadedDecoder:
         prompts: a string, a list of token ids, chat messages, or a list of such prompts.
         sampling: one SamplingParams for all prompts, or a list with one for each; None: SamplingParams().
         speculate: False: the drafter proposes nothing for these prompts.  The texts are the same.
+        trees: keep the tree of each round: see Generation.rounds.
         progress: show a bar on stderr.
 
         ValueError and TypeError name a prompt or a setting that can't be used; then nothing has run.  If a request fails while
@@ -167,7 +169,7 @@ class LoadedDecoder:
             name = "prompt" if is_one_prompt(prompts) else f"prompts[{index}]"
             ids = self.encode(prompt, name)
             for number in range(params.n):
-                requests.append(self.new_request(ids, params.of_choice(number), name, speculate=speculate))
+                requests.append(self.new_request(ids, params.of_choice(number), name, speculate=speculate, trees=trees))
         with show_progress("generate", "requests") if progress else nullcontext() as show:
             return self.run(requests, show)
 
@@ -217,6 +219,7 @@ class LoadedDecoder:
         *,
         streaming: bool = False,
         speculate: bool = True,
+        trees: bool = False,
     ) -> Request:
         """A checked request, for callers that submit it themselves.  ValueError, TypeError: of its ids, length or sampling.
 
@@ -224,6 +227,7 @@ class LoadedDecoder:
         """
         self.owner.check_open()
         require_bool("speculate", speculate, True)
+        require_bool("trees", trees, False)
         if not isinstance(sampling, SamplingParams):
             raise TypeError(f"sampling must be a SamplingParams, got {sampling!r} of type {type(sampling).__name__}")
         if sampling.n != 1:
@@ -243,7 +247,7 @@ class LoadedDecoder:
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         drafts, decode, left_after = speculate and self.head is not None, self.tokenizer.decode, self.grammars.left_after
         request = Request.new(
-            prompt_ids, sampling, seed, self.eos_ids, decode, streaming, drafts, encoder_ids, bad_words, left_after
+            prompt_ids, sampling, seed, self.eos_ids, decode, streaming, drafts, encoder_ids, bad_words, left_after, trees
         )
         self.engine.check(request)
         return request

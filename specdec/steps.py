@@ -34,15 +34,21 @@ class Needs(NamedTuple):
             round runs phase by phase.
         processed: log-probabilities after the options.
     logprobs: 1 + the number of likeliest tokens whose log-probabilities are computed beside the chosen one's; 0: none are.
+    trees: whether a round also hands out its trees, see Emitted.
     """
 
     steps: frozenset[str] = frozenset()
     logprobs: int = 0
+    trees: bool = False
 
     @classmethod
-    def of(cls, *steps: str, logprobs: int = 0) -> Needs:
+    def of(cls, *steps: str, logprobs: int = 0, trees: bool = False) -> Needs:
         assert set(steps) <= set(STEPS), steps
-        return cls(frozenset(steps), logprobs)
+        return cls(frozenset(steps), logprobs, trees)
+
+    def __or__(self, other: Needs) -> Needs:
+        """What serves both."""
+        return Needs(self.steps | other.steps, max(self.logprobs, other.logprobs), self.trees or other.trees)
 
     @property
     def sampled(self) -> bool:
@@ -270,7 +276,7 @@ class RunMixed:
     @property
     def needs(self) -> Needs:
         """What either of both needs."""
-        return Needs(self.round.needs.steps | self.chunk.needs.steps, max(self.round.needs.logprobs, self.chunk.needs.logprobs))
+        return self.round.needs | self.chunk.needs
 
 
 @dataclass(frozen=True)
@@ -357,6 +363,19 @@ class Logprobs(NamedTuple):
     ids: list[int]
 
 
+class NodeTable(NamedTuple):
+    """The nodes of a tree that a round verified, the root first; a parent stands before its children.
+
+    tokens, parents: of each node; the root is its own parent.  chosen: the target's own token after each node, -1 where its
+    logits were not finite.  scores: the logarithm of each node's survival as its drafter estimates it; empty without estimates.
+    """
+
+    tokens: list[int]
+    parents: list[int]
+    chosen: list[int]
+    scores: list[float]
+
+
 class Emitted(NamedTuple):
     """What a round emitted in one row, or a chunk for one of its parts.
 
@@ -364,11 +383,13 @@ class Emitted(NamedTuple):
         prompt ends with the part, else nothing.  A token of -1 says that the target's logits were not finite.
     logprobs: one for each of the tokens, and more, which mean nothing; empty where the launch needed none.
     best: of a round, how many of the drafter's first choices were accepted, and how many that path has.
+    tree: of a round whose needs ask for trees; a plain round's is only a root.
     """
 
     tokens: list[int]
     logprobs: Sequence[Logprobs] = ()
     best: tuple[int, int] = (0, 0)
+    tree: NodeTable | None = None
 
 
 class Pending(Protocol):

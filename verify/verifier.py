@@ -21,7 +21,7 @@ from specdec.attention.caches.layout import HeadsView
 from specdec.attention.context_parallel.tables import ContextParallel
 from specdec.attention.inputs import AttentionFn
 from specdec.batch.choose import choose_tokens
-from specdec.batch.emitted import FirstTokens, NewTokens, RoundResult, token_logprobs
+from specdec.batch.emitted import FirstTokens, NewTokens, RoundResult, token_logprobs, tree_numbers
 from specdec.batch.masks import BitMasks
 from specdec.batch.ragged import RaggedPrompts
 from specdec.batch.sampling import RowSampling
@@ -193,7 +193,8 @@ class TargetVerifier:
             numbers = self._logprobs(weighed_BEW.flatten(0, 1), tokens_BE.flatten(), needs)
             logprobs_BEY = numbers.unflatten(0, tokens_BE.shape)
         new = NewTokens(base_lens_B, accepted.tokens_BE, accepted.accepted_B, features_BEF)
-        return RoundResult(new, accepted.emitted, logprobs_BEY)
+        trees_B4N = tree_numbers(tree, tokens_BN) if needs.trees else None
+        return RoundResult(new, accepted.emitted, logprobs_BEY, trees_B4N)
 
     def commit(self, tables: dict[int, TreeTables], state: BatchState, tree: DraftTree, accepted: Accepted) -> None:
         """Moves the accepted paths' keys and values to the slots after the committed ones."""

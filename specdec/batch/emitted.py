@@ -2,7 +2,7 @@
 
 This module knows neither the verifier nor the drafter.
 
-Shapes: B rows, E places on a path, X = E + 3 numbers of a row, F features of a token.  Of log-probabilities: R rows of logits,
+Shapes: B rows, E places on a path, X = E + 3 numbers of a row, F features of a token, N nodes of a tree.  Of log-probabilities: R rows of logits,
 W a rank's run of the vocabulary, k likeliest tokens, X = 1 + k of which a token has log-probabilities, Y = X + k numbers of a
 token.
 """
@@ -15,8 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from specdec.batch.tree import DraftTree
 from specdec.parallel.vocabulary import Vocabulary
-from specdec.steps import Emitted, Logprobs
+from specdec.steps import Emitted, Logprobs, NodeTable
 
 
 class NewTokens(NamedTuple):
@@ -75,12 +76,13 @@ class RoundResult(NamedTuple):
     """What a round emitted.
 
     new: for the drafter.  emitted: for the host.
-    logprobs_BEY: of the emitted tokens, see `token_logprobs`; None if they were not asked for.
+    logprobs_BEY: of the emitted tokens, see `token_logprobs`; trees_B4N: see `tree_numbers`; None if they were not asked for.
     """
 
     new: NewTokens
     emitted: EmittedRows
     logprobs_BEY: Tensor | None
+    trees_B4N: Tensor | None = None
 
 
 class FirstTokens(NamedTuple):
@@ -124,3 +126,19 @@ def read_logprobs(numbers_Y: Tensor) -> list[list[Logprobs]]:
     floats = (numbers_BEY.shape[-1] + 1) // 2
     values, ids = numbers_BEY[..., :floats].view(torch.float64).tolist(), numbers_BEY[..., floats:].tolist()
     return [list(map(Logprobs._make, zip(*row, strict=True))) for row in zip(values, ids, strict=True)]
+
+
+def tree_numbers(tree: DraftTree, chosen_BN: Tensor) -> Tensor:
+    """[B, 4, N] int64: of each node its token, its parent, the target's token after it, and the bits of its score, a float64
+    number, which is NaN where the drafter makes no estimate.
+    """
+    scores_BN = torch.full_like(chosen_BN, torch.nan, dtype=torch.float32) if tree.scores_BN is None else tree.scores_BN
+    return torch.stack((tree.tokens_BN, tree.parents_BN, chosen_BN, scores_BN.double().view(torch.int64)), dim=1)
+
+
+def read_trees(numbers_B4N: Tensor) -> list[NodeTable]:
+    """The trees of `tree_numbers`.  numbers_B4N: on the host."""
+    scores_BN = numbers_B4N[:, 3].contiguous().view(torch.float64)
+    has_scores = not bool(scores_BN[:, 0].isnan().any())
+    nodes, scores = numbers_B4N[:, :3].tolist(), scores_BN.tolist()
+    return [NodeTable(*three, own if has_scores else []) for three, own in zip(nodes, scores, strict=True)]

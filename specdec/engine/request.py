@@ -11,8 +11,8 @@ from specdec.config import SamplingParams
 from specdec.engine.chunks import PromptRest
 from specdec.engine.needs import RowChoice
 from specdec.engine.trim import Trimmer
-from specdec.generation import Chunk, Generation, Stats, TokenLogprob
-from specdec.steps import Emitted, EncoderInput, Grammar, Logprobs, PromptPart
+from specdec.generation import Chunk, Generation, Round, Stats, TokenLogprob
+from specdec.steps import Emitted, EncoderInput, Grammar, Logprobs, NodeTable, PromptPart
 
 LeftAfter = Callable[[Grammar | None, Sequence[int]], tuple[list[int], str]]
 
@@ -22,6 +22,7 @@ class Request:
     """A request; two requests are equal only if they are the same object.
 
     origins, logprobs: of the output's tokens: see Generation; no logprobs where the request did not ask for them.
+    rounds: see Generation; None where the request did not ask for trees.
     left_after: the tokens that a grammar allows after an output (without one, all), and what its library said if it failed
         there; for errors.
     """
@@ -41,8 +42,10 @@ class Request:
     drafted_until: int | None = None  # how many tokens the drafter knows, since it stopped there; None: it goes on
     origins: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    rounds: list[Round] | None = None
     left_after: LeftAfter | None = None
     _unread: int = 0
+    _unread_rounds: int = 0
 
     @classmethod
     def new(
@@ -57,14 +60,18 @@ class Request:
         encoder_ids: list[int] | None = None,
         bad_words: Sequence[Sequence[int]] = (),
         left_after: LeftAfter | None = None,
+        trees: bool = False,
     ) -> Request:
         """A request that has no output yet.  eos_ids: see Trimmer.
 
-        seed: the caller's, or one that was drawn.  bad_words: those of `sampling` as ids.
+        seed: the caller's, or one that was drawn.  bad_words: those of `sampling` as ids.  trees: keep each round's tree.
         """
-        output = Trimmer(sampling, eos_ids, decode, prompt_ids, streaming)
-        choice = RowChoice.of(sampling, seed, prompt_ids, bad_words, eos_ids)
-        return cls(prompt_ids, sampling, choice, output, speculate, streaming, encoder_ids=encoder_ids, left_after=left_after)
+        output, rounds = Trimmer(sampling, eos_ids, decode, prompt_ids, streaming), [] if trees else None
+        choice = RowChoice.of(sampling, seed, prompt_ids, bad_words, eos_ids, trees)
+        return cls(
+            prompt_ids, sampling, choice, output, speculate, streaming, encoder_ids=encoder_ids, left_after=left_after,
+            rounds=rounds,
+        )  # fmt: skip
 
     @property
     def given_ids(self) -> list[int]:
@@ -99,6 +106,10 @@ class Request:
     def take_round(self, emitted: Emitted, drafted: int, depths: int) -> None:
         """Takes what one round emitted.  drafted, depths: how many draft tokens and levels the round's tree had."""
         self.stats.count_round(drafted, depths, len(emitted.tokens) - 1)
+        if self.rounds is not None:
+            assert emitted.tree is not None, "a batch with such a request hands out its trees"
+            tree = emitted.tree if drafted else NodeTable(*(column[:1] for column in emitted.tree))  # nobody's drafts
+            self.rounds.append(Round(len(self.output.token_ids), len(emitted.tokens) - 1, tree))
         self._take(emitted)
 
     def _take(self, emitted: Emitted) -> None:
@@ -121,8 +132,11 @@ class Request:
     def next_chunk(self) -> Chunk:
         """The tokens and the text that came since the last call."""
         begin, self._unread = self._unread, len(self.output.token_ids)
-        logprobs = None if self.sampling.logprobs is None else self.logprobs[begin:]
-        return Chunk(self.output.new_text(), self.output.token_ids[begin:], self.origins[begin : self._unread], logprobs)
+        logprobs, rounds = None if self.sampling.logprobs is None else self.logprobs[begin:], None
+        if self.rounds is not None:
+            rounds, self._unread_rounds = self.rounds[self._unread_rounds :], len(self.rounds)
+        origins = self.origins[begin : self._unread]
+        return Chunk(self.output.new_text(), self.output.token_ids[begin:], origins, logprobs, rounds)
 
     def result(self) -> Generation:
         """The finished generation.  RuntimeError, from the request's own error, if the request failed."""
@@ -134,7 +148,7 @@ class Request:
         assert reason is not None, "the request is not finished"
         self.stats.check_identity(len(ids))
         assert len(self.logprobs) in (0, len(ids)) and len(self.origins) == len(ids)
-        return Generation(self.given_ids, ids, output.text, reason, self.stats, self.origins, logprobs)
+        return Generation(self.given_ids, ids, output.text, reason, self.stats, self.origins, logprobs, self.rounds)
 
 
 @dataclass(eq=False)
