@@ -27,6 +27,7 @@ from specdec.startup import STARTUP
 
 if TYPE_CHECKING:
     from specdec.lossless.verification import Verification
+    from specdec.trace.trace import Trace
 
 
 class SpecDecoder(LoadedDecoder):
@@ -102,6 +103,23 @@ class SpecDecoder(LoadedDecoder):
         listed = as_prompt_list(prompts)
         with show_progress("verify", "prompts") if progress else nullcontext(lambda *_: None) as show:
             return verify(Session(self), listed, per_prompt(sampling, len(listed)), show)
+
+    def trace(
+        self,
+        prompts: Any,
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        speculate: bool = True,
+        times: bool = True,
+    ) -> Trace:
+        """Generates, and keeps what every round did: `save_html` draws it, and `as_json` keeps it.
+
+        prompts, sampling, speculate: see `generate`; n must be 1.
+        times: run the first prompt twice more, alone and phase by phase, to measure what its rounds take.
+        """
+        from specdec.trace.record import record  # which most programs never need
+
+        return record(self, prompts, sampling, speculate=speculate, times=times)
 
     def stream(
         self, prompt: Any, sampling: SamplingParams | None = None, *, speculate: bool = True, trees: bool = False

@@ -107,6 +107,21 @@ class Round:
     accepted: int
     tree: NodeTable
 
+    @classmethod
+    def of(cls, first: int, accepted: int, read: NodeTable) -> Round:
+        """Of a tree as the target read it, in which a node without a token of its own may repeat an earlier sibling."""
+        numbers, seen = list[int](), dict[tuple[int, int], int]()  # of each node; by (parent, token)
+        kept = [(0, read.tokens[0])]
+        for node, token in enumerate(read.tokens):
+            key = numbers[read.parents[node]] if node else 0, token
+            numbers.append(seen.setdefault(key, len(kept)) if node else 0)
+            if numbers[-1] == len(kept):
+                kept.append(key)
+        places = [numbers.index(n) for n in range(len(kept))]
+        scores = [read.scores[place] for place in places] if read.scores else []
+        tree = NodeTable([t for _, t in kept], [parent for parent, _ in kept], [read.chosen[n] for n in places], scores)
+        return cls(first, accepted, tree)
+
     @property
     def path(self) -> list[int]:
         """The nodes that the target accepted, the root first: each holds the token that the target chose after its parent."""

@@ -375,6 +375,11 @@ class NodeTable(NamedTuple):
     chosen: list[int]
     scores: list[float]
 
+    @property
+    def root(self) -> NodeTable:
+        """The root alone."""
+        return NodeTable(self.tokens[:1], self.parents[:1], self.chosen[:1], self.scores[:1])
+
 
 class Emitted(NamedTuple):
     """What a round emitted in one row, or a chunk for one of its parts.

@@ -180,6 +180,7 @@ class TargetVerifier:
         tokens_BN = chosen.tokens_R.view(tree.tokens_BN.shape)
         if self.synthetic is not None:
             tokens_BN = self.synthetic.force(tree, tokens_BN, state.sampling.seed_R, state.lens_B, state.speculates_B)
+        trees_B4N = tree_numbers(tree, tokens_BN) if needs.trees else None  # before the root, a plain round's, is another token
         accepted, base_lens_B = accept(tree, tokens_BN, state)
         if needs.history:
             emitted_B = (accepted.accepted_B + 1) * state.active_B
@@ -193,7 +194,6 @@ class TargetVerifier:
             numbers = self._logprobs(weighed_BEW.flatten(0, 1), tokens_BE.flatten(), needs)
             logprobs_BEY = numbers.unflatten(0, tokens_BE.shape)
         new = NewTokens(base_lens_B, accepted.tokens_BE, accepted.accepted_B, features_BEF)
-        trees_B4N = tree_numbers(tree, tokens_BN) if needs.trees else None
         return RoundResult(new, accepted.emitted, logprobs_BEY, trees_B4N)
 
     def commit(self, tables: dict[int, TreeTables], state: BatchState, tree: DraftTree, accepted: Accepted) -> None:

@@ -2,9 +2,9 @@
 
 This module knows neither the verifier nor the drafter.
 
-Shapes: B rows, E places on a path, X = E + 3 numbers of a row, F features of a token, N nodes of a tree.  Of log-probabilities: R rows of logits,
-W a rank's run of the vocabulary, k likeliest tokens, X = 1 + k of which a token has log-probabilities, Y = X + k numbers of a
-token.
+Shapes: B rows, E places on a path, X = E + 3 numbers of a row, F features of a token, N nodes of a tree.  Of log-probabilities:
+R rows of logits, W a rank's run of the vocabulary, k likeliest tokens, X = 1 + k of which a token has log-probabilities,
+Y = X + k numbers of a token.
 """
 
 from __future__ import annotations
@@ -140,5 +140,6 @@ def read_trees(numbers_B4N: Tensor) -> list[NodeTable]:
     """The trees of `tree_numbers`.  numbers_B4N: on the host."""
     scores_BN = numbers_B4N[:, 3].contiguous().view(torch.float64)
     has_scores = not bool(scores_BN[:, 0].isnan().any())
-    nodes, scores = numbers_B4N[:, :3].tolist(), scores_BN.tolist()
-    return [NodeTable(*three, own if has_scores else []) for three, own in zip(nodes, scores, strict=True)]
+    tokens_BN, parents_BN, chosen_BN = (column.tolist() for column in numbers_B4N[:, :3].unbind(1))
+    scores = scores_BN.tolist() if has_scores else [[]] * len(tokens_BN)
+    return [NodeTable(*columns) for columns in zip(tokens_BN, parents_BN, chosen_BN, scores, strict=True)]

@@ -12,7 +12,7 @@ from specdec.engine.chunks import PromptRest
 from specdec.engine.needs import RowChoice
 from specdec.engine.trim import Trimmer
 from specdec.generation import Chunk, Generation, Round, Stats, TokenLogprob
-from specdec.steps import Emitted, EncoderInput, Grammar, Logprobs, NodeTable, PromptPart
+from specdec.steps import Emitted, EncoderInput, Grammar, Logprobs, PromptPart
 
 LeftAfter = Callable[[Grammar | None, Sequence[int]], tuple[list[int], str]]
 
@@ -66,11 +66,11 @@ class Request:
 
         seed: the caller's, or one that was drawn.  bad_words: those of `sampling` as ids.  trees: keep each round's tree.
         """
-        output, rounds = Trimmer(sampling, eos_ids, decode, prompt_ids, streaming), [] if trees else None
+        output = Trimmer(sampling, eos_ids, decode, prompt_ids, streaming)
         choice = RowChoice.of(sampling, seed, prompt_ids, bad_words, eos_ids, trees)
         return cls(
             prompt_ids, sampling, choice, output, speculate, streaming, encoder_ids=encoder_ids, left_after=left_after,
-            rounds=rounds,
+            rounds=[] if trees else None,
         )  # fmt: skip
 
     @property
@@ -108,8 +108,8 @@ class Request:
         self.stats.count_round(drafted, depths, len(emitted.tokens) - 1)
         if self.rounds is not None:
             assert emitted.tree is not None, "a batch with such a request hands out its trees"
-            tree = emitted.tree if drafted else NodeTable(*(column[:1] for column in emitted.tree))  # nobody's drafts
-            self.rounds.append(Round(len(self.output.token_ids), len(emitted.tokens) - 1, tree))
+            tree = emitted.tree if drafted else emitted.tree.root  # a row that does not speculate has nobody's drafts
+            self.rounds.append(Round.of(len(self.output.token_ids), len(emitted.tokens) - 1, tree))
         self._take(emitted)
 
     def _take(self, emitted: Emitted) -> None:

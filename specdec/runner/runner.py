@@ -212,9 +212,7 @@ class DeviceRunner:
     def _emitted(self, result: RoundResult, ended: Sequence[int] = (), begun: Any = None) -> EmittedPending:
         """What a round emits.  ended, begun: see EmittedPending."""
         numbers_BX = result.emitted.numbers_BX
-        return EmittedPending(
-            self.readback, numbers_BX, EmittedRows.read, result.logprobs_BEY, ended, begun, result.trees_B4N
-        )
+        return EmittedPending(self.readback, numbers_BX, EmittedRows.read, result.logprobs_BEY, ended, begun, result.trees_B4N)
 
     def _launch_round(self, step: steps.RunRound) -> RoundResult:
         state = self._rows_of(step)
