@@ -43,10 +43,8 @@ def _of_prompt(decoder: SpecDecoder, plan: RequestPlan, index: int, cap: int | N
     if max_tokens is None:
         left = max(1, decoder.longest_output(ids))
         max_tokens = left if cap is None else min(left, cap)
-    return [
-        decoder.new_request(ids, plan.sampling_of(choice, max_tokens), name, streaming=plan.stream, speculate=plan.speculate)
-        for choice in range(plan.n)
-    ]
+    how = {"streaming": plan.stream, "speculate": plan.speculate, "trees": plan.return_trees}
+    return [decoder.new_request(ids, plan.sampling_of(choice, max_tokens), name, **how) for choice in range(plan.n)]
 
 
 def _wrong_prompt(decoder: SpecDecoder, plan: RequestPlan, error: ValueError | TypeError) -> ApiError:

@@ -107,7 +107,7 @@ def _line(value: Any) -> str:
 
 def _of_text(text: TracedText) -> dict[str, Any]:
     made = {name: getattr(text, name) for name in ("prompt", "prompt_tokens", "tokens", "pieces", "origins", "finish")}
-    made["rounds"] = [_of_round(each) for each in text.rounds]
+    made["rounds"] = [round_as_json(each) for each in text.rounds]
     if text.times:
         made["times"] = [
             {**{k: round(v, 4) for k, v in each.phases.items()}, "wall": round(each.wall, 4)} for each in text.times
@@ -115,7 +115,8 @@ def _of_text(text: TracedText) -> dict[str, Any]:
     return made
 
 
-def _of_round(each: Round) -> dict[str, Any]:
+def round_as_json(each: Round) -> dict[str, Any]:
+    """A round's event."""
     tree = each.tree
     made = {"first": each.first, "accepted": each.accepted, **tree._asdict()}
     made["scores"] = [round(max(score, -999.0), DIGITS) for score in tree.scores]  # JSON has no infinity

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from toolkit.traces import drawn_trace
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder, shipped
 from specdec.generation import Round
@@ -17,16 +18,6 @@ from specdec.steps import NodeTable
 from specdec.trace.as_text import as_text
 from specdec.trace.html import as_html
 from specdec.trace.trace import Trace, TracedText
-
-HOSTILE = [
-    "<script>alert(1)</script>",
-    "</script><b>",
-    "\u202eright to left",
-    "x" * 10_000,
-    "\U0001f600\u200d",
-    "{{DATA}}",
-    '"\\',
-]
 
 
 @pytest.fixture(scope="module")
@@ -39,33 +30,6 @@ def decoder() -> Iterator[SpecDecoder]:
 @pytest.fixture(scope="module")
 def trace(decoder: SpecDecoder) -> Trace:
     return decoder.trace(["Once upon a time", [1, 403, 407]], SamplingParams(max_tokens=24, temperature=0.8))
-
-
-def drawn(chance: random.Random, texts: int) -> Trace:
-    """A trace of random trees, with hostile texts."""
-    made = []
-    for _ in range(texts):
-        rounds, tokens = [], [0]
-        for _ in range(chance.randrange(1, 9)):
-            nodes = chance.randrange(1, 20)
-            parents = [0] + [chance.randrange(n) for n in range(1, nodes)]
-            chosen = [chance.randrange(7) for _ in range(nodes)]
-            ids = [chance.choice([chosen[parents[n]], 100 + n]) if n else tokens[-1] for n in range(nodes)]
-            ids = [
-                token if (parents[n], token) not in zip(parents[1:n], ids[1:n], strict=True) else 100 + n
-                for n, token in enumerate(ids)
-            ]
-            at, accepted = 0, 0
-            while following := [n for n in range(1, nodes) if parents[n] == at and ids[n] == chosen[at]]:
-                at, accepted = following[0], accepted + 1
-            rounds.append(Round(len(tokens), accepted, NodeTable(ids, parents, chosen, [0.0] * nodes)))
-            tokens += [chance.randrange(7) for _ in range(accepted + 1)]
-        made.append(
-            TracedText(
-                chance.choice(HOSTILE), 3, tokens, [chance.choice(HOSTILE) for _ in tokens], [0] * len(tokens), "eos", rounds
-            )
-        )
-    return Trace({"a": HOSTILE[0]}, {n: chance.choice(HOSTILE) for n in range(120)}, made)
 
 
 def test_pieces_are_the_text(trace: Trace, decoder: SpecDecoder) -> None:
@@ -81,7 +45,7 @@ def test_pieces_are_the_text(trace: Trace, decoder: SpecDecoder) -> None:
 def test_json_keeps_all() -> None:
     """Keeps out: what is lost or changed on the way into a file and back."""
     for seed in range(20):
-        made = drawn(random.Random(seed), 3)
+        made = drawn_trace(random.Random(seed), 3)
         assert Trace.from_json(made.as_json()) == made
 
 
@@ -127,10 +91,10 @@ class Elements(HTMLParser):
 
 def test_texts_stay_texts_in_the_page(trace: Trace) -> None:
     """Keeps out: a prompt that ends the script's element, brings elements of its own, or is taken for a mark of the page."""
-    usual, page = Elements(as_html(trace)), as_html(drawn(random.Random(1), 4))
+    usual, page = Elements(as_html(trace)), as_html(drawn_trace(random.Random(1), 4))
     found = Elements(page)
     assert found.names == usual.names and found.names.count("script") == 2
-    assert json.loads(found.scripts[0]) == json.loads(drawn(random.Random(1), 4).as_json())
+    assert json.loads(found.scripts[0]) == json.loads(drawn_trace(random.Random(1), 4).as_json())
     assert "http://" not in page.replace("http://www.w3.org/2000/svg", "") and "https://" not in page
 
 
@@ -152,7 +116,7 @@ def test_two_thousand_tokens_are_less_than_3_mb(tmp_path: Path) -> None:
 def test_every_node_has_its_line() -> None:
     """Keeps out: a branch that is left out or stands under another parent, by reading the lines back."""
     for seed in range(30):
-        made = drawn(random.Random(seed), 1)
+        made = drawn_trace(random.Random(seed), 1)
         made.pieces.update({n: f"t{n}" for n in range(120)})
         lines, text = list(as_text(made)), made.texts[0]
         starts = [i for i, line in enumerate(lines) if line.startswith("round ")]

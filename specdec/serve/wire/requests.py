@@ -39,6 +39,7 @@ class RequestPlan:
     is_list: bool = False  # whether the prompts came as a list of prompts
     grammar_field: str = ""  # the field that says what the text must be
     return_origins: bool = False  # say of each token where it came from
+    return_trees: bool = False  # say what each round drafted, too
 
     @property
     def choices(self) -> int:
@@ -83,6 +84,7 @@ def read_plan(body: dict[str, Any], path: str, model_name: str, max_tokens_cap: 
         is_list=is_list,
         grammar_field=next((name for name in GRAMMAR_FIELDS if name in values), ""),
         return_origins=_checked("return_origins", require_bool, values.get("return_origins", False), False),
+        return_trees=_checked("return_trees", require_bool, values.get("return_trees", False), False),
     )
 
 
