@@ -47,8 +47,9 @@ def test_it_streams_and_compares(pair: SpecDecoder, open_page: Callable[..., Any
             assert shown[:-1] == each.tree.tokens and shown[-1] == each.tree.chosen[each.path[-1]]
             page.keyboard.press("ArrowLeft")
         page.wait_for_selector("#depth .bar")
-        assert "0 of" in page.inner_text("#load")
+        assert "running" in page.inner_text("#load") and "pages used" in page.inner_text("#load")
         assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+        page.context.close()
 
 
 @pytest.mark.parametrize("hostile", [HOSTILE[0], HOSTILE[2], HOSTILE[3][:200], HOSTILE[4]])
@@ -60,6 +61,7 @@ def test_hostile_prompts_stay_texts(pair: SpecDecoder, open_page: Callable[..., 
         run(page, hostile, 20)
         assert page.evaluate("document.querySelectorAll('script').length") == 3 and page.inner_text("#error") == ""
         assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+        page.context.close()
 
 
 def test_errors_and_keys(pair: SpecDecoder, browser: Any) -> None:
