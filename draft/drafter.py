@@ -27,7 +27,7 @@ from specdec.batch.tree import DraftTree
 from specdec.config import SpecConfig
 from specdec.models.config import ModelConfig
 from specdec.models.target import Target
-from specdec.steps import Needs
+from specdec.steps import Needs, RowEntry
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class DrafterContext(NamedTuple):
 
     spec: the shape of trees, or "auto".  shapes: those that it may be asked for, each round another one.
     caches: empty, one for each of the models in `DraftNeeds`.  slots: of the first group of layers, page_size of them a page.
-    span: how many tokens back the first group's slots are kept; None: all of them.
+    span: how many tokens back the first group's slots are kept; None: all of them.  max_positions: of the longest text.
     rows: of the batch, the last one of padding included.  max_pause: the most tokens of a row that rounds may emit without the
     drafter (see `Drafter.keep`); 0 if no round is ever paused.
     """
@@ -73,6 +73,7 @@ class DrafterContext(NamedTuple):
     slots: int
     page_size: int
     span: int | None
+    max_positions: int
     rows: int
     max_pause: int
     device: torch.device
@@ -104,6 +105,9 @@ class DraftModel(nn.Module, ABC):
     """A loaded drafter of any kind.  feature_size: how many numbers of a token it reads of the target, beside ids."""
 
     feature_size: int = 0
+    takes_predictions = False  # whether a request's own prediction is among what it proposes
+    takes_choices = False  # whether a request may choose among its sources
+    sources: tuple[str, ...] = ("drafter",)  # who proposes nodes, by their bits in DraftTree.sources_BN
 
     @property
     @abstractmethod
@@ -194,6 +198,12 @@ class Rows:
         """Views of the first `rows` rows."""
         return type(self)(*(tensor[:rows] for tensor in self.tensors()))
 
+    def move(self, sources_R: Tensor, targets_R: Tensor) -> None:
+        """Makes each target row what its source row was before.  Both are int64, and no target occurs twice."""
+        if sources_R.shape[0]:
+            for tensor in self.tensors():
+                tensor.index_copy_(0, targets_R, tensor.index_select(0, sources_R))
+
 
 class Drafter(ABC):
     """Proposes trees for the running batch.
@@ -232,6 +242,9 @@ class Drafter(ABC):
     def catch_up(self, state: BatchState, needs: Needs) -> None:
         """Learns all tokens that were kept.  A row without such tokens keeps its next draft as it is."""
 
+    def enter(self, entries: Sequence[RowEntry]) -> None:  # noqa: B027
+        """Requests take rows, outside of any graph; see EnterRows."""
+
     def changed(self, state: BatchState) -> list[Tensor]:
         """The tensors that `extend`, `keep` and `catch_up` change and that a later phase reads, of these rows.
 
@@ -241,9 +254,8 @@ class Drafter(ABC):
 
     def move_rows(self, sources_R: Tensor, targets_R: Tensor) -> None:
         """Makes each target row what its source row was before.  Both are int64, and no target occurs twice."""
-        if self.rows is not None and sources_R.shape[0]:
-            for tensor in self.rows.tensors():
-                tensor.index_copy_(0, targets_R, tensor.index_select(0, sources_R))
+        if self.rows is not None:
+            self.rows.move(sources_R, targets_R)
 
     def clear_rows(self, rows_R: Tensor) -> None:  # noqa: B027
         """Forgets rows (int64) whose requests have ended.  Values that nobody reads may stay."""

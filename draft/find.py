@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from specdec.checks import nearest_name
 from specdec.draft.formats.open import HowToRead
+from specdec.draft.join.sources import SOURCES
 from specdec.draft.kind import SUFFIX, Draft, OpenDrafter
 from specdec.draft.kinds import KINDS, all_kinds, kind_of, kind_of_files
 from specdec.draft.load import HeadDrafter
@@ -34,9 +35,10 @@ def head_folder(draft: str | Path) -> Path:
 
 
 class Joined(NamedTuple):
-    """A drafter that was found, which is joined by matches in the request's own text."""
+    """A drafter that was found, which is joined by sources of paths, of these names."""
 
     drafter: str | Path
+    sources: tuple[str, ...] = (SUFFIX,)
 
 
 def find_drafter(draft: Draft, options: EngineOptions) -> str | Path | Joined | None:
@@ -45,11 +47,11 @@ def find_drafter(draft: Draft, options: EngineOptions) -> str | Path | Joined | 
     A folder that is called as a kind is named with its path: "./ngram".  ValueError or TypeError if there is no such drafter,
     or for an option that would do nothing.
     """
-    if isinstance(draft, list | tuple) or draft == SUFFIX:
-        sources = [draft] if isinstance(draft, str) else list(draft)
-        found = find_drafter(_joined(sources), options)
+    if isinstance(draft, list | tuple) or draft in SOURCES:
+        drafter, sources = _told_apart([draft] if isinstance(draft, str) else list(draft))
+        found = find_drafter(drafter, options)
         assert isinstance(found, str | Path)
-        return found if len(sources) == 1 else Joined(found)
+        return Joined(found, sources) if sources else found
     if draft is None or kind_of(draft):
         assert draft is None or isinstance(draft, str)
         refuse_idle(options, draft)
@@ -57,16 +59,20 @@ def find_drafter(draft: Draft, options: EngineOptions) -> str | Path | Joined | 
     return head_folder(draft)  # type: ignore[arg-type]  # what is no list, and what is neither is refused there
 
 
-def _joined(draft: Sequence[str | Path]) -> str | Path:
-    """The drafter among several sources.  ValueError if they are not one drafter, and at most once the text's own matches."""
-    named = [one for one in draft if one != SUFFIX]
+def _told_apart(draft: Sequence[str | Path]) -> tuple[str | Path, tuple[str, ...]]:
+    """The drafter among several sources, and the sources of paths; the text's own matches are the first of these if there are
+    any.  ValueError if they are not one drafter, and each source once at most.
+    """
+    named = [one for one in draft if one not in SOURCES]
+    sources = [str(one) for one in draft if one in SOURCES]
     if len(named) == 1 and not isinstance(named[0], str | Path):
         raise TypeError(f"each source of draft must be a name or a folder, got {named[0]!r}; nearest setting: a string")
-    if len(named) != 1 or len(draft) > 2 or (len(draft) == 2 and named[0] == "ngram"):
+    if len(named) != 1 or len(sources) > len(set(sources)) or (sources and named[0] == "ngram"):
         alone = f"; nearest setting that works: draft={list(named[:1]) + [SUFFIX]!r}" if named and named[0] != "ngram" else ""
         alone = alone or f"; nearest setting that works: draft='ngram', which is {SUFFIX!r} alone"
-        raise ValueError(f"several sources are one drafter and {SUFFIX!r}, got draft={list(draft)!r}{alone}")
-    return named[0]
+        known = " and ".join(map(repr, SOURCES))
+        raise ValueError(f"several sources are one drafter and {known}, got draft={list(draft)!r}{alone}")
+    return named[0], tuple(name for name in SOURCES if name in sources or (sources and name == SUFFIX))
 
 
 def open_drafter(
@@ -77,10 +83,11 @@ def open_drafter(
         return None
     if isinstance(found, Joined):
         from specdec.draft.join.open import OpenJoined
+        from specdec.draft.join.sources import ALWAYS, open_source
 
         own = open_drafter(found.drafter, options, target, target_folder)
         assert own is not None
-        return OpenJoined(own)
+        return OpenJoined(own, [open_source(name, options) for name in (*found.sources, *ALWAYS)])
     if kind := kind_of(found):
         return kind.open(target_folder, target)
 

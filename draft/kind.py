@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 
 SUFFIX = "suffix"  # how a list of sources spells matches in the request's own text
+PREDICTION = "prediction"  # what a request's own prediction is called as a source, and the need of rounds with one
 Draft = str | Path | Sequence[str | Path] | None  # how a caller names a drafter, or several sources
 
 

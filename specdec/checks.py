@@ -210,6 +210,29 @@ def require_ids(name: str, value: Any) -> tuple[int, ...]:
     return tuple(require_int(f"{name}[{i}]", token, 0, 2**31 - 1) for i, token in enumerate(ids))
 
 
+def require_prediction(name: str, value: Any) -> str | tuple[int, ...]:
+    """A text or ids, not empty."""
+    if isinstance(value, str):
+        require_characters(name, value)
+        kept: str | tuple[int, ...] = value
+    else:
+        kept = require_ids(name, value)
+    if not kept:
+        raise ValueError(f"{name} must not be empty; nearest setting that works: leave it out")
+    return kept
+
+
+def require_names(name: str, value: Any) -> tuple[str, ...]:
+    """Texts, each of them once, and one at least."""
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes) or not all(isinstance(each, str) for each in value):
+        raise TypeError(f"{name} must be a list of strings, got {value!r} of type {type(value).__name__}")
+    if not value or len(set(value)) < len(value):
+        raise ValueError(
+            f"{name} must hold one name or more, each once, got {list(value)!r}; nearest setting that works: leave it out"
+        )
+    return tuple(value)
+
+
 def require_bias(name: str, value: Any) -> dict[int, float]:
     if not isinstance(value, Mapping):
         raise TypeError(f"{name} must be a dict from token ids to numbers, got {value!r} of type {type(value).__name__}")

@@ -266,6 +266,10 @@ class SamplingParams:
     logprobs_mode: "raw" for the probabilities before all options, "processed" for those after them: of the distribution that
     was sampled from, or, in greedy decoding, of the changed logits.
 
+    These say how tokens are drafted, and change no text:
+    prediction: what the answer may well be, as a text or a list of ids.
+    sources: who may draft, by the names of Generation.sources; None: all.  speculate: False: nobody.
+
     n: generations of each prompt; the one of number j, from 0 on, has the seed + j.  Greedy ones are all equal.
     """
 
@@ -315,6 +319,10 @@ class SamplingParams:
         **IDLE,
     )
 
+    prediction: str | Sequence[int] | None = option(None, checks.require_prediction, step="prediction", drafted=True)
+    sources: Sequence[str] | None = option(None, checks.require_names, step="sources", drafted=True)
+    speculate: bool = option(True, partial(checks.require_bool, nearest=True))
+
     def __post_init__(self) -> None:
         checks.store(self, **{name: declared.checked(name, getattr(self, name)) for name, declared in SAMPLING_OPTIONS.items()})
         for name, fault in self._faults():
@@ -337,6 +345,11 @@ class SamplingParams:
         if self.seed is not None and self.seed + self.n - 1 > MAX_SEED:
             fault = f"seed + n - 1 must be at most {MAX_SEED}, got {self.seed} + {self.n} - 1"
             yield "seed", f"{fault}; nearest setting that works: seed={MAX_SEED - self.n + 1}"
+        if not self.speculate and (said := [name for name in ("prediction", "sources") if getattr(self, name) is not None]):
+            yield said[0], f"{said[0]} would do nothing with speculate=False; nearest setting that works: speculate=True"
+        if self.sources is not None and self.prediction is not None and "prediction" not in self.sources:
+            names = [*self.sources, "prediction"]
+            yield "sources", f"sources leaves out the prediction that is given; nearest setting that works: sources={names}"
         kinds = [name for name in get_args(GrammarKind) if getattr(self, name) is not None]
         if len(kinds) > 1:
             fault = f"{kinds[0]} and {kinds[1]} both say what the text must be"

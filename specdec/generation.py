@@ -100,15 +100,16 @@ class Round:
 
     first: the place among the output's tokens of the first token that the round emitted.
     accepted: how many draft tokens were accepted, those included that stand after the output's end.
-    tree: see NodeTable; a plain round's is only its root.
+    tree: see NodeTable; a plain round's is only its root.  names: what the bits of its sources stand for.
     """
 
     first: int
     accepted: int
     tree: NodeTable
+    names: tuple[str, ...] = ("drafter",)
 
     @classmethod
-    def of(cls, first: int, accepted: int, read: NodeTable) -> Round:
+    def of(cls, first: int, accepted: int, read: NodeTable, names: tuple[str, ...]) -> Round:
         """Of a tree as the target read it, in which a node without a token of its own may repeat an earlier sibling."""
         numbers, seen = list[int](), dict[tuple[int, int], int]()  # of each node; by (parent, token)
         kept = [(0, read.tokens[0])]
@@ -119,18 +120,29 @@ class Round:
                 kept.append(key)
         places = [numbers.index(n) for n in range(len(kept))]
         scores = [read.scores[place] for place in places] if read.scores else []
-        tree = NodeTable([t for _, t in kept], [parent for parent, _ in kept], [read.chosen[n] for n in places], scores)
-        return cls(first, accepted, tree)
+        parents, tokens = map(list, zip(*kept, strict=True))
+        chosen, sources = ([column[place] for place in places] for column in (read.chosen, read.sources))
+        return cls(first, accepted, NodeTable(tokens, parents, chosen, scores, sources), names)
 
     @property
     def path(self) -> list[int]:
         """The nodes that the target accepted, the root first: each holds the token that the target chose after its parent."""
-        tokens, parents, chosen, _ = self.tree
+        tokens, parents, chosen = self.tree[:3]
         path = [0]
         while len(path) <= self.accepted:
             at = path[-1]
             path.append(next(n for n in range(at + 1, len(tokens)) if parents[n] == at and tokens[n] == chosen[at]))
         return path
+
+    @property
+    def sources(self) -> list[str]:
+        """Who proposed each node, as in Generation.sources; empty where there is one source."""
+        return [source_name(bits, self.names) for bits in self.tree.sources] if any(self.tree.sources) else []
+
+
+def source_name(bits: int, names: tuple[str, ...]) -> str:
+    """The sources of a node, such as "drafter+suffix".  bits: one for each of names."""
+    return "+".join(name for number, name in enumerate(names) if bits >> number & 1)
 
 
 @dataclass(frozen=True)
@@ -139,7 +151,10 @@ class Generation:
 
     origins: for each of token_ids, the depth at which the drafter's token was accepted in its round's tree, from 1 on; 0 where
         the token is the target's own: the first, the last of each round, and all of plain decoding.
+    sources: for each of token_ids, who drafted the token if a draft was accepted: "drafter", "suffix" (the text's own matches),
+        "prediction" and so on, or several of them as "drafter+suffix"; "" where the token is the target's own.
     logprobs: one for each of token_ids; None if they were not asked for.
+    predicted_tokens: how many tokens the request's prediction had.
     rounds: with the tree of each; None if trees were not asked for.
     """
 
@@ -150,6 +165,8 @@ class Generation:
     stats: Stats
     origins: list[int]
     logprobs: list[TokenLogprob] | None = None
+    sources: list[str] = field(default_factory=list)
+    predicted_tokens: int = 0
     rounds: list[Round] | None = None
 
 
@@ -157,7 +174,8 @@ class Generation:
 class Chunk:
     """A piece of a stream.  All texts joined are the final text, and all token_ids joined are the final ids.
 
-    origins: one for each of token_ids, as in Generation.  logprobs: one for each of token_ids; None if they were not asked for.
+    origins, sources: one for each of token_ids, as in Generation.
+    logprobs: one for each of token_ids; None if they were not asked for.
     rounds: those that emitted these tokens; None if trees were not asked for.
     """
 
@@ -165,4 +183,5 @@ class Chunk:
     token_ids: list[int]
     origins: list[int]
     logprobs: list[TokenLogprob] | None = None
+    sources: list[str] = field(default_factory=list)
     rounds: list[Round] | None = None

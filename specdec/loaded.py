@@ -17,7 +17,7 @@ from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn, Self
 
-from specdec.checks import require_bool
+from specdec.checks import about, require_bool
 from specdec.config import SamplingParams
 from specdec.draft.drafter import DraftModel
 from specdec.engine.engine_thread import EngineThread
@@ -38,6 +38,7 @@ from specdec.prompts.encode import (
     checked_ids,
     encode_prompt,
     is_one_prompt,
+    prediction_of,
 )
 from specdec.prompts.tokenizer import Tokenizer
 from specdec.runner.runner import DeviceRunner
@@ -245,12 +246,37 @@ class LoadedDecoder:
         if (rule := sampling.grammar_rule) is not None:
             self.grammars.check(*rule)
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
-        drafts, decode, left_after = speculate and self.head is not None, self.tokenizer.decode, self.grammars.left_after
+        drafts = speculate and sampling.speculate and self.head is not None
+        decode, left_after = self.tokenizer.decode, self.grammars.left_after
+        predicted = prediction_of(sampling, self.tokenizer, config.vocab_size, self.settings.max_seq_len)
+        self._check_sources(sampling, speculate)
         request = Request.new(
-            prompt_ids, sampling, seed, self.eos_ids, decode, streaming, drafts, encoder_ids, bad_words, left_after, trees
-        )
+            prompt_ids, sampling, seed, self.eos_ids, decode, streaming, drafts, encoder_ids, bad_words, left_after, predicted,
+            self.head.sources if self.head is not None else (), trees,
+        )  # fmt: skip
         self.engine.check(request)
         return request
+
+    def _check_sources(self, sampling: SamplingParams, speculate: bool) -> None:
+        """ValueError if what the request says of drafts would do nothing.  speculate: see `generate`."""
+        head, said = self.head, {"prediction": sampling.prediction, "sources": sampling.sources}
+        for name in (name for name, value in said.items() if value is not None):
+            with about(name):
+                if not speculate:
+                    raise ValueError(
+                        f"{name} would do nothing with speculate=False; nearest setting that works: speculate=True"
+                    )
+                if head is None or not (head.takes_predictions if name == "prediction" else head.takes_choices):
+                    drafts = "nothing" if head is None else f"by {' and '.join(head.sources)} alone"
+                    settings = "draft=[DRAFT, 'suffix']" + (", or draft='ngram'" if name == "prediction" else "")
+                    raise ValueError(
+                        f"{name} needs a decoder whose trees have several sources, and this one drafts {drafts}; "
+                        f"nearest settings that work: {settings}"
+                    )
+        if unknown := [name for name in sampling.sources or () if head is not None and name not in head.sources]:
+            with about("sources"):
+                known = list(head.sources) if head is not None else []
+                raise ValueError(f"sources names {unknown[0]!r}; expected some of {known}; nearest: {known[0]!r}")
 
 
 def _wait(queues: Sequence[OutputQueue], news: SimpleQueue[None], show: Progress | None) -> None:

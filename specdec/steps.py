@@ -141,6 +141,7 @@ class RowEntry:
     encoder_input: None for a target without an encoder.
     written: of a request that held a row before, its output but the last token.
     state: of a target with recurrent layers, the number of the state with which the text goes on: a kept one, or ZEROS.
+    prediction: what the output may well be; None: nobody said.  sources: who may draft, by bits (see Emitted); None: all.
     """
 
     row: int
@@ -152,6 +153,8 @@ class RowEntry:
     grammar: Grammar | None = None
     written: Sequence[int] = ()
     state: int = ZEROS
+    prediction: Sequence[int] | None = None
+    sources: int | None = None
 
 
 @dataclass(frozen=True)
@@ -368,17 +371,19 @@ class NodeTable(NamedTuple):
 
     tokens, parents: of each node; the root is its own parent.  chosen: the target's own token after each node, -1 where its
     logits were not finite.  scores: the logarithm of each node's survival as its drafter estimates it; empty without estimates.
+    sources: a bit for each source that proposed a node; 0 for the root, and where there is one source.
     """
 
     tokens: list[int]
     parents: list[int]
     chosen: list[int]
     scores: list[float]
+    sources: list[int]
 
     @property
     def root(self) -> NodeTable:
         """The root alone."""
-        return NodeTable(self.tokens[:1], self.parents[:1], self.chosen[:1], self.scores[:1])
+        return NodeTable(self.tokens[:1], self.parents[:1], self.chosen[:1], self.scores[:1], self.sources[:1])
 
 
 class Emitted(NamedTuple):
@@ -388,12 +393,14 @@ class Emitted(NamedTuple):
         prompt ends with the part, else nothing.  A token of -1 says that the target's logits were not finite.
     logprobs: one for each of the tokens, and more, which mean nothing; empty where the launch needed none.
     best: of a round, how many of the drafter's first choices were accepted, and how many that path has.
+    sources: of a round, for each accepted draft token a bit for each source that proposed it; empty: there is one source.
     tree: of a round whose needs ask for trees; a plain round's is only a root.
     """
 
     tokens: list[int]
     logprobs: Sequence[Logprobs] = ()
     best: tuple[int, int] = (0, 0)
+    sources: Sequence[int] = ()
     tree: NodeTable | None = None
 
 

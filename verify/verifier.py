@@ -180,7 +180,7 @@ class TargetVerifier:
         tokens_BN = chosen.tokens_R.view(tree.tokens_BN.shape)
         if self.synthetic is not None:
             tokens_BN = self.synthetic.force(tree, tokens_BN, state.sampling.seed_R, state.lens_B, state.speculates_B)
-        trees_B4N = tree_numbers(tree, tokens_BN) if needs.trees else None  # before the root, a plain round's, is another token
+        trees_B5N = tree_numbers(tree, tokens_BN) if needs.trees else None  # before the root, a plain round's, is another token
         accepted, base_lens_B = accept(tree, tokens_BN, state)
         if needs.history:
             emitted_B = (accepted.accepted_B + 1) * state.active_B
@@ -193,8 +193,10 @@ class TargetVerifier:
             weighed_BEW, tokens_BE = self._on_path(chosen.weighed_RW, tree, accepted.path_BE), accepted.tokens_BE
             numbers = self._logprobs(weighed_BEW.flatten(0, 1), tokens_BE.flatten(), needs)
             logprobs_BEY = numbers.unflatten(0, tokens_BE.shape)
-        new = NewTokens(base_lens_B, accepted.tokens_BE, accepted.accepted_B, features_BEF)
-        return RoundResult(new, accepted.emitted, logprobs_BEY, trees_B4N)
+        new, emitted = NewTokens(base_lens_B, accepted.tokens_BE, accepted.accepted_B, features_BEF), accepted.emitted
+        if tree.sources_BN is not None:
+            emitted = emitted.with_sources(tree.sources_BN.gather(1, accepted.path_BE))
+        return RoundResult(new, emitted, logprobs_BEY, trees_B5N)
 
     def commit(self, tables: dict[int, TreeTables], state: BatchState, tree: DraftTree, accepted: Accepted) -> None:
         """Moves the accepted paths' keys and values to the slots after the committed ones."""

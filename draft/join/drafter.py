@@ -1,44 +1,53 @@
-"""A drafter joined by matches in each request's own text: both propose, and the best nodes of both are verified.
+"""A drafter joined by sources of paths (source.py): all propose, and the best nodes of all are verified.
 
 What the drafter proposes comes as a tree with scores, or as a chain without any; the chain's survival is learnt as that of
-matches is.  The text's matches are what an n-gram drafter finds.  Nothing is kept by row but what a round leaves for its own
-extend.
+sources' paths is.  This module knows no source.
 
 Shapes: B sequences, P paths of each, D tokens of a path, T tokens of ragged prompts, F features.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from specdec.batch.emitted import NewTokens
 from specdec.batch.ragged import RaggedPrompts
 from specdec.batch.state import BatchState
+from specdec.batch.transfer import to_device
 from specdec.batch.tree import DraftTree
 from specdec.config import SpecConfig
 from specdec.draft.drafter import Drafter, DrafterContext, DraftModel, DraftNeeds, Impression
-from specdec.draft.join.join import joined_tree
-from specdec.draft.join.paths import Paths, find_paths
-from specdec.draft.join.survival import Survival
-from specdec.draft.ngram.lookup import PagedTexts
-from specdec.draft.ngram.store import ENTRY_BYTES, TokenStore
+from specdec.draft.join.join import ALL_SOURCES, DRAFTER, joined_tree, without_some
+from specdec.draft.join.paths import Paths, end_paths
+from specdec.draft.join.source import PathFinder, PathSource
+from specdec.draft.join.survival import CHAIN, Survival
 from specdec.models.target import Target
-from specdec.steps import Needs
+from specdec.steps import Needs, RowEntry
 
 
 class JoinedModel(DraftModel):
-    """A drafter, and the text's own matches beside it."""
+    """A drafter, and the sources beside it.  The first of these gives every row a path as deep as paths may be."""
 
-    def __init__(self, drafter: DraftModel) -> None:
+    takes_predictions = takes_choices = True
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (*self.drafter.sources, *(source.name for source in self.path_sources))
+
+    def __init__(self, drafter: DraftModel, sources: Sequence[PathSource]) -> None:
         super().__init__()
-        self.drafter, self.feature_size = drafter, drafter.feature_size
+        self.drafter, self.feature_size, self.path_sources = drafter, drafter.feature_size, tuple(sources)
 
     @property
     def needs(self) -> DraftNeeds:
         own = self.drafter.needs
-        return replace(own, slot_bytes=own.slot_bytes + ENTRY_BYTES)
+        return replace(own, slot_bytes=own.slot_bytes + sum(source.slot_bytes for source in self.path_sources))
 
     def resolved(self, spec: SpecConfig) -> SpecConfig:
         if spec.is_auto:
@@ -59,11 +68,11 @@ class JoinedModel(DraftModel):
 
     def worker(self, context: DrafterContext) -> JoinedDrafter:
         own = context._replace(spec=context.spec.of_drafter, shapes=tuple(shape.of_drafter for shape in context.shapes))
-        return JoinedDrafter(self.drafter.worker(own), context)
+        return JoinedDrafter(self.drafter.worker(own), self.path_sources, context)
 
     @property
     def description(self) -> str:
-        return f"{self.drafter.description}; joined by matches in the text"
+        return f"{self.drafter.description}; joined by {', '.join(source.description for source in self.path_sources)}"
 
     @property
     def trained_length(self) -> int | None:
@@ -83,51 +92,110 @@ class JoinedModel(DraftModel):
         return self.drafter.once_bytes(rows)
 
 
-class JoinedDrafter(Drafter):
-    """Has the drafter grow its tree, finds the text's matches, and joins them."""
+class SourcePlace(NamedTuple):
+    """A source of a round, and which of the round's paths are its own."""
 
-    def __init__(self, drafter: Drafter, context: DrafterContext) -> None:
-        self.drafter, self.head, self.span = drafter, drafter.head, context.span
-        self.store = TokenStore(context.slots, context.device)
-        self.caches = (*drafter.caches, self.store)
-        self.survival = Survival(context.device)
-        depth = max(shape.levels for shape in context.shapes)
-        self.paths = Paths.empty(context.rows, depth, context.device)  # of a round's draft, for the same round's extend
+    finder: PathFinder
+    first: int
+    paths: int
+
+
+class RoundSources(NamedTuple):
+    """The sources that some rounds have.
+
+    paths: of a round's draft, for the same round's extend.  bits_P: int64, what a node's sources hold if a path proposes it.
+    """
+
+    places: list[SourcePlace]
+    paths: Paths
+    bits_P: Tensor
+
+
+class JoinedDrafter(Drafter):
+    """Has the drafter grow its tree and the sources fill their paths, and joins all of them."""
+
+    def __init__(self, drafter: Drafter, sources: Sequence[PathSource], context: DrafterContext) -> None:
+        self.drafter, self.head, self.sources = drafter, drafter.head, sources
+        self.finders = [source.finder(context) for source in sources]
+        self.caches = (*drafter.caches, *(cache for finder in self.finders for cache in finder.caches))
+        classes = [*(each for source in sources for each in source.classes), CHAIN]
+        self.survival = Survival(classes, context.device)
+        self._rounds = self._all_rounds(context)
+        self.allowed_R = torch.full((context.rows,), ALL_SOURCES, dtype=torch.int64, device=context.device)
+
+    def _all_rounds(self, context: DrafterContext) -> dict[tuple[bool, ...], RoundSources]:
+        """What rounds have for each choice of sources that may run: a captured graph keeps its paths where they are.  All have
+        them in the same memory, since one round runs at a time.
+        """
+        depth, device = max(shape.levels for shape in context.shapes), context.device
+        every = [path for source in self.sources for path in source.paths]
+        memory = Paths.empty(context.rows, [*every, 0], depth, device)
+        chosen = dict[tuple[bool, ...], RoundSources]()
+        for running in product(*((True, False) if source.step else (True,) for source in self.sources)):
+            places, classes, bits, offset = list[SourcePlace](), list[int](), list[int](), 0
+            for number, (source, finder, runs) in enumerate(zip(self.sources, self.finders, running, strict=True)):
+                if runs:
+                    places.append(SourcePlace(finder, len(classes), len(source.paths)))
+                    classes += [offset + each for each in source.paths]
+                    bits += [DRAFTER << (1 + number)] * len(source.paths)
+                offset += len(source.classes)
+            bits_P = torch.tensor([*bits, DRAFTER], dtype=torch.int64, device=device)
+            chosen[running] = RoundSources(places, memory.with_classes([*classes, offset]), bits_P)
+        return chosen
+
+    def _round(self, needs: Needs) -> RoundSources:
+        return self._rounds[tuple(source.runs(needs) for source in self.sources)]
 
     def draft(self, state: BatchState, spec: SpecConfig, needs: Needs) -> DraftTree:
         tree = self.drafter.draft(state, spec.of_drafter, needs)
-        text = PagedTexts(self.store.tokens_N, state.pages, state.lens_B, self.span)
-        paths = self.paths.narrow(state.rows)
-        steps_BPD = find_paths(text, tree, self.survival, spec.levels, paths)
-        return joined_tree(tree, paths.tokens_BPD, steps_BPD, spec.num_draft_tokens)
+        places, paths, bits_P = self._round(needs)
+        paths = paths.narrow(state.rows)
+        for finder, first, own in places:
+            finder.fill(state, spec.levels, paths.of_source(first, own))
+        steps_BPD = end_paths(paths, tree, self.survival, spec.levels)
+        if "sources" in needs.steps:
+            tree, steps_BPD = without_some(tree, steps_BPD, bits_P, self.allowed_R[: state.rows])
+        return joined_tree(tree, paths.tokens_BPD, steps_BPD, bits_P, spec.num_draft_tokens)
 
     def extend(self, state: BatchState, needs: Needs, new: NewTokens) -> None:
         self.drafter.extend(state, needs, new)
-        self.survival.learn(*self.paths.narrow(state.rows), new, state.active_B)
-        self._learn(state, new)
+        places, paths, _ = self._round(needs)
+        self.survival.learn(paths.narrow(state.rows), new, state.active_B)
+        for place in places:
+            place.finder.extend(state, new)
 
     def prefill(self, state: BatchState, needs: Needs, prompts: RaggedPrompts, first_B: Tensor, features_TF: Tensor) -> None:
         self.drafter.prefill(state, needs, prompts, first_B, features_TF)
-        (tables,) = prompts.tables_of([0])
-        self.store.write(tables.slots_T, prompts.next_ids(first_B))
+        for finder in self.finders:
+            finder.prefill(state, prompts, first_B)
+
+    def enter(self, entries: Sequence[RowEntry]) -> None:
+        self.drafter.enter(entries)
+        for finder in self.finders:
+            finder.enter(entries)
+        allowed = [ALL_SOURCES if entry.sources is None else entry.sources for entry in entries]
+        rows_E = to_device([entry.row for entry in entries], self.allowed_R.device)
+        self.allowed_R.index_copy_(0, rows_E, to_device(allowed, self.allowed_R.device))
 
     def keep(self, state: BatchState, new: NewTokens) -> None:
         self.drafter.keep(state, new)
-        self._learn(state, new)
+        for finder in self.finders:
+            finder.extend(state, new)
 
     def catch_up(self, state: BatchState, needs: Needs) -> None:
         self.drafter.catch_up(state, needs)
 
     def changed(self, state: BatchState) -> list[Tensor]:
-        return [*self.drafter.changed(state), self.survival.counts_CLG2]
+        of_sources = [tensor for finder in self.finders for tensor in finder.changed(state)]
+        return [*self.drafter.changed(state), *of_sources, self.survival.counts_CLG2]
 
     def move_rows(self, sources_R: Tensor, targets_R: Tensor) -> None:
         self.drafter.move_rows(sources_R, targets_R)
+        self.allowed_R.index_copy_(0, targets_R, self.allowed_R.index_select(0, sources_R))
+        for finder in self.finders:
+            finder.move_rows(sources_R, targets_R)
 
     def clear_rows(self, rows_R: Tensor) -> None:
         self.drafter.clear_rows(rows_R)
-
-    def _learn(self, state: BatchState, new: NewTokens) -> None:
-        """Writes what the texts have grown by; padding comes after the text's end, where nobody reads."""
-        rows = state.pages.next_tokens(new.base_lens_B, new.tokens_BE.shape[1])
-        self.store.write(rows.slots.flatten(), new.tokens_BE.flatten())
+        for finder in self.finders:
+            finder.clear_rows(rows_R)

@@ -4,7 +4,7 @@ Survival goes down the tree step by step: a node's is its parent's, times the la
 path that the drafter and a match agree on is worth more, and so is what either of them proposes after it.
 
 This is pure tensor code over tokens, parents and scores; on a GPU it is one launch of join_triton.py, and one that keeps the
-best nodes.  It knows no source.
+best nodes.  It knows bits of sources, and none of them.
 
 Shapes: B sequences, N nodes of the drafter's tree, P paths of each sequence, D tokens of a path, C candidates of both.
 """
@@ -23,16 +23,22 @@ from specdec.ops.index import arange
 from specdec.ops.launch import use_kernels
 
 MAX_KERNEL_NODES = 256  # threshold: a program holds all of a drafter's tree in registers
+SHIFT = 32  # a candidate's sources stand so many bits above its token, so that both stay together
+DRAFTER = 1  # the bit of the drafter among a node's sources
+ALL_SOURCES = -1  # the bits of a row that takes what any source proposes
+OFF = -1e6  # the logarithm of a step that only sources propose which the row does without: it fills a tree, and no more
 MIN_SCORE = -1e30  # in place of a score that is no number: still above those of places that hold no node
 
 
-def joined_tree(tree: DraftTree, tokens_BPD: Tensor, steps_BPD: Tensor, num_nodes: int) -> DraftTree:
+def joined_tree(tree: DraftTree, tokens_BPD: Tensor, steps_BPD: Tensor, bits_P: Tensor, num_nodes: int) -> DraftTree:
     """The best num_nodes nodes of a drafter's tree and of paths, the root included.
 
-    tokens_BPD: int64, what each path proposes after the root, which is the tree's; those after D mean nothing.
-        The last path is the drafter's own if its tree is a chain without scores, and empty if the tree has scores.
+    tokens_BPD: int64, what each path proposes after the root, which is the tree's; -1 from a path's end on, and those after D
+        mean nothing.  The last path is the drafter's own if its tree is a chain without scores, and else empty.
     steps_BPD: float32, at most 0, the logarithm of how likely each token is, given those before it; as deep as paths are.
-    num_nodes: at most N, or at most D + 1, so that there are as many nodes whatever paths and tree have in common.
+    bits_P: int64, what a node's sources hold if the path proposes it; DRAFTER is the drafter's own.
+    num_nodes: at most N, or at most D + 1 if some path of each sequence has D tokens: so there are as many nodes whatever paths
+        and tree have in common.
     """
     N, D = tree.num_nodes, steps_BPD.shape[2]
     assert num_nodes <= max(N, D + 1)
@@ -40,13 +46,19 @@ def joined_tree(tree: DraftTree, tokens_BPD: Tensor, steps_BPD: Tensor, num_node
     if N <= MAX_KERNEL_NODES and use_kernels(steps_BPD):
         from specdec.draft.join.join_triton import launch_candidates
 
-        return best_nodes(launch_candidates(tree, tokens_BPD, steps_BPD), root_B, num_nodes, max_depth)
+        candidates = launch_candidates(tree, tokens_BPD, steps_BPD, bits_P)
+        return told_apart(best_nodes(candidates, root_B, num_nodes, max_depth))
     tree = with_scores(tree, steps_BPD[:, -1])
     tokens_BPD, steps_BPD = tokens_BPD[:, :-1, :D], steps_BPD[:, :-1]
     nodes_BPD = nodes_of_paths(tree, tokens_BPD)
     scores_BN = raised_scores(tree, nodes_BPD, steps_BPD)
-    candidates = candidates_of(tree, scores_BN, nodes_BPD, tokens_BPD, steps_BPD)
-    return best_nodes(candidates, root_B, num_nodes, max_depth)
+    candidates = candidates_of(tree, scores_BN, nodes_BPD, tokens_BPD, steps_BPD, bits_P)
+    return told_apart(best_nodes(candidates, root_B, num_nodes, max_depth))
+
+
+def told_apart(tree: DraftTree) -> DraftTree:
+    """The tree of candidates whose sources stand above their tokens, with both by themselves."""
+    return replace(tree, tokens_BN=tree.tokens_BN & (2**SHIFT - 1), sources_BN=tree.tokens_BN >> SHIFT)
 
 
 def with_scores(tree: DraftTree, steps_BD: Tensor) -> DraftTree:
@@ -69,6 +81,29 @@ def nodes_of_paths(tree: DraftTree, tokens_BPD: Tensor) -> Tensor:
     return nodes_BPD
 
 
+def without_some(tree: DraftTree, steps_BPD: Tensor, bits_P: Tensor, allowed_B: Tensor) -> tuple[DraftTree, Tensor]:
+    """The tree and the steps of rows that do without some sources: what these propose comes after all else.
+
+    allowed_B: int64, the bits of the sources that each row has.  The other arguments: see `joined_tree`.
+    """
+    has_BP = (bits_P & allowed_B[:, None]) != 0
+    if tree.scores_BN is not None:
+        last_N = OFF * arange(tree.num_nodes, allowed_B.device)  # falls along each path
+        has_B1 = (allowed_B[:, None] & DRAFTER) != 0
+        tree = replace(tree, scores_BN=torch.where(has_B1, tree.scores_BN, last_N.to(tree.scores_BN.dtype)))
+    return tree, torch.where(has_BP[..., None], steps_BPD, OFF)
+
+
+def sources_of(tree: DraftTree, tokens_BPD: Tensor, bits_P: Tensor) -> Tensor:
+    """[B, N] int64: for each node of the tree the bits of all paths that hold it."""
+    nodes_BPD, sources_BN = nodes_of_paths(tree, tokens_BPD), torch.zeros_like(tree.tokens_BN)
+    for p in range(tokens_BPD.shape[1]):
+        own_BN = torch.zeros_like(sources_BN).scatter_(1, nodes_BPD[:, p].clamp(min=0), 1)
+        sources_BN |= own_BN * bits_P[p]
+    sources_BN[:, 0] = 0
+    return sources_BN
+
+
 def raised_scores(tree: DraftTree, nodes_BPD: Tensor, steps_BPD: Tensor) -> Tensor:
     """[B, N] float32: the tree's scores, where each step counts as the source has it that expects most of it."""
     assert tree.scores_BN is not None
@@ -84,16 +119,20 @@ def raised_scores(tree: DraftTree, nodes_BPD: Tensor, steps_BPD: Tensor) -> Tens
     return raised_BN
 
 
-def candidates_of(tree: DraftTree, scores_BN: Tensor, nodes_BPD: Tensor, tokens_BPD: Tensor, steps_BPD: Tensor) -> Candidates:
-    """The tree's nodes after the root, then a place for each token of each path.
+def candidates_of(
+    tree: DraftTree, scores_BN: Tensor, nodes_BPD: Tensor, tokens_BPD: Tensor, steps_BPD: Tensor, bits_P: Tensor
+) -> Candidates:
+    """The tree's nodes after the root, then a place for each token of each path; a candidate's sources stand above its token.
 
-    A place counts where its path has left the tree, and no earlier path begins alike up to it; others have a score of -inf.
+    A place counts where its path goes on and has left the tree, and no earlier path begins alike up to it; others have a score
+    of -inf.
     """
     (B, P, D), M, device = tokens_BPD.shape, tree.num_nodes - 1, tokens_BPD.device
     same_BPPD = (tokens_BPD[:, :, None] == tokens_BPD[:, None]).cumprod(-1).bool()  # [b, p, q, d]: equal up to token d
     numbers_P = arange(P, device)
     first_BPD = torch.where(same_BPPD, numbers_P[:, None], P).amin(2)  # the first path that begins alike
-    is_new_BPD = (nodes_BPD < 0) & (first_BPD == numbers_P[:, None])
+    is_own_BPD = (nodes_BPD < 0) & (first_BPD == numbers_P[:, None])
+    is_new_BPD = is_own_BPD & (tokens_BPD >= 0)
     places_BPD = M + first_BPD * D + arange(D, device)  # where each token's candidate is, if it is no node of the tree
     own_BPD = torch.where(nodes_BPD < 0, places_BPD, nodes_BPD - 1)
     above_BPD = own_BPD.roll(1, -1)
@@ -101,15 +140,19 @@ def candidates_of(tree: DraftTree, scores_BN: Tensor, nodes_BPD: Tensor, tokens_
     scores_BC = torch.cat((scores_BN[:, 1:], scores_BN.new_full((B, P * D), -torch.inf)), dim=1)
     sums_BPD = steps_BPD.cumsum(-1)
     for p in range(P):  # in order, since a path may go on after an earlier path's nodes
-        start_B1 = (~is_new_BPD[:, p]).sum(1, keepdim=True)  # its first new place: those after it are new too
+        start_B1 = (~is_own_BPD[:, p]).sum(1, keepdim=True)  # its first own place: those after it are its own too
         above_B1 = above_BPD[:, p].gather(1, start_B1.clamp(max=D - 1))
         before_B1 = torch.where(above_B1 < 0, 0.0, scores_BC.gather(1, above_B1.clamp(min=0)))
         skipped_B1 = torch.where(start_B1 > 0, sums_BPD[:, p].gather(1, (start_B1 - 1).clamp(min=0)), 0.0)
         added_BD = (before_B1 + sums_BPD[:, p] - skipped_B1).clamp(min=MIN_SCORE)
         added_BD = added_BD.minimum(before_B1)  # rounding must not lift a node above its parent
         scores_BC[:, M + p * D : M + (p + 1) * D] = torch.where(is_new_BPD[:, p], added_BD, -torch.inf)
+    sources_BC = torch.cat((torch.full_like(tree.tokens_BN[:, 1:], DRAFTER), torch.zeros_like(tokens_BPD.flatten(1))), dim=1)
+    for p in range(P):
+        own_BC = torch.zeros_like(sources_BC).scatter_(1, own_BPD[:, p], 1)
+        sources_BC |= own_BC * bits_P[p]
     return Candidates(
-        tokens_BC=torch.cat((tree.tokens_BN[:, 1:], tokens_BPD.flatten(1)), dim=1),
+        tokens_BC=torch.cat((tree.tokens_BN[:, 1:], tokens_BPD.flatten(1)), dim=1) | sources_BC << SHIFT,
         scores_BC=scores_BC,
         parents_BC=torch.cat((torch.where(tree.parents_BN == 0, -1, tree.parents_BN - 1)[:, 1:], above_BPD.flatten(1)), dim=1),
     )

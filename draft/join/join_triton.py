@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.batch.tree import DraftTree
+from specdec.draft.join.join import SHIFT
 from specdec.draft.tree.expand import Candidates
 from specdec.ops.launch import chained
 
@@ -27,6 +28,7 @@ def join_kernel(
     tree_scores,  # [B, N] float32 if HAS_SCORES
     path_tokens,  # [B, P + 1, room] int64
     path_steps,  # [B, P + 1, D] float32; of the last one the steps of a chain without scores
+    path_bits,  # [P + 1] int64
     tokens,  # [B, C] int64
     scores,  # [B, C] float32
     parents,  # [B, C] int64
@@ -41,6 +43,7 @@ def join_kernel(
     NODES: tl.constexpr,  # padded
     BLOCK: tl.constexpr,  # of depths
     HAS_SCORES: tl.constexpr,
+    BITS: tl.constexpr,  # join.SHIFT
     PDL: tl.constexpr,
 ):
     b = tl.program_id(0).to(tl.int64)
@@ -63,6 +66,8 @@ def join_kernel(
     token_PD = tl.load(path_tokens + p_P[:, None] * room + d[None, :], mask=ok_PD, other=-1)
     step_PD = tl.load(path_steps + p_P[:, None] * depth + d[None, :], mask=ok_PD, other=0.0)
 
+    source_N = tl.full([NODES], 1, tl.int64)  # join.DRAFTER
+    source_PD = tl.load(path_bits + p_P, mask=p_P < PATHS, other=0)[:, None] + tl.zeros([PADDED, BLOCK], tl.int64)
     at_P, inside_P = tl.zeros([PADDED], tl.int32), tl.zeros([PADDED], tl.int32)
     for p in range(PATHS):
         at, inside, goes_on = tl.zeros([], tl.int32), tl.zeros([], tl.int32), tl.full([], 1, tl.int32)
@@ -73,6 +78,7 @@ def join_kernel(
             child = tl.max(tl.where(is_child_N, n, -1), 0)
             goes_on = tl.where(child >= 0, goes_on, 0)
             own_N = tl.where((n == child) & (goes_on > 0), tl.maximum(own_N, step), own_N)
+            source_N = tl.where((n == child) & (goes_on > 0), source_N | tl.load(path_bits + p), source_N)
             at = tl.where(goes_on > 0, child, at)
             inside += goes_on
         at_P, inside_P = tl.where(p_P == p, at, at_P), tl.where(p_P == p, inside, inside_P)
@@ -84,7 +90,7 @@ def join_kernel(
     M = num_nodes - 1
     out = b * (M + PATHS * depth)
     is_node_N = ok_N & (n > 0)
-    tl.store(tokens + out + n - 1, token_N, mask=is_node_N)
+    tl.store(tokens + out + n - 1, token_N | (source_N << BITS), mask=is_node_N)
     tl.store(scores + out + n - 1, raised_N, mask=is_node_N)
     tl.store(parents + out + n - 1, (parent_N - 1).to(tl.int64), mask=is_node_N)
 
@@ -95,6 +101,7 @@ def join_kernel(
         at, inside = tl.sum(tl.where(p_P == p, at_P, 0), 0), tl.sum(tl.where(p_P == p, inside_P, 0), 0)
         differs_PD = ((token_PD != token_D[None, :]) & ok_D[None, :]).to(tl.int32)
         alike_PD = (tl.cumsum(differs_PD, 1) == 0) & ok_D[None, :]
+        source_PD = tl.where(alike_PD & (p_P < p)[:, None], source_PD | tl.load(path_bits + p), source_PD)
         alike_P = tl.where(p_P < p, tl.sum(alike_PD.to(tl.int32), 1), 0)
         shared = tl.max(alike_P, 0)  # tokens that an earlier path has too, and
         first = tl.min(tl.where((alike_P == shared) & (p_P < p), p_P, PADDED), 0)  # the first path that has them
@@ -105,16 +112,17 @@ def join_kernel(
         before = tl.where(goes_on, in_path, in_tree)
         skipped = tl.sum(tl.where(d == start - 1, sum_D, 0.0), 0)
         new_D = tl.minimum(tl.maximum(before + sum_D - skipped, MIN_SCORE), before)  # rounding lifts no node above its parent
-        new_D = tl.where((d >= start) & ok_D, new_D, -float("inf"))
+        new_D = tl.where((d >= start) & (token_D >= 0) & ok_D, new_D, -float("inf"))
         score_PD = tl.where(p_P[:, None] == p, new_D[None, :], score_PD)
         above_D = tl.where(d == start, tl.where(goes_on, M + first * depth + shared - 1, at - 1), M + p * depth + d - 1)
         place = out + M + p * depth + d
-        tl.store(tokens + place, token_D, mask=ok_D)
         tl.store(scores + place, new_D, mask=ok_D)
         tl.store(parents + place, tl.where(d >= start, above_D, -1).to(tl.int64), mask=ok_D)
+    place_PD = out + M + p_P[:, None] * depth + d[None, :]
+    tl.store(tokens + place_PD, token_PD | (source_PD << BITS), mask=ok_PD)
 
 
-def launch_candidates(tree: DraftTree, tokens_BPD: Tensor, steps_BPD: Tensor) -> Candidates:
+def launch_candidates(tree: DraftTree, tokens_BPD: Tensor, steps_BPD: Tensor, bits_P: Tensor) -> Candidates:
     """The candidates of `join.joined_tree`.  tokens_BPD, steps_BPD: with a chain's path as the last one."""
     (B, N), (_, P, D), device = tree.tokens_BN.shape, steps_BPD.shape, tree.tokens_BN.device
     P, room, scores_BN = P - 1, tokens_BPD.shape[2], tree.scores_BN
@@ -125,10 +133,11 @@ def launch_candidates(tree: DraftTree, tokens_BPD: Tensor, steps_BPD: Tensor) ->
     out_tokens_BC, out_parents_BC = (torch.empty(B, C, dtype=torch.int64, device=device) for _ in range(2))
     out_scores_BC = torch.empty(B, C, dtype=torch.float32, device=device)
     join_kernel[(B,)](
-        tree.tokens_BN, tree.parents_BN, steps_BPD if scores_BN is None else scores_BN, tokens_BPD, steps_BPD,
+        tree.tokens_BN, tree.parents_BN, steps_BPD if scores_BN is None else scores_BN, tokens_BPD, steps_BPD, bits_P,
         out_tokens_BC, out_scores_BC, out_parents_BC, N, D, room, tree.max_depth, min(tree.max_depth, D),
         tree.parents_BN.stride(0),
         PATHS=P, PADDED=max(2, triton.next_power_of_2(P)), NODES=max(16, triton.next_power_of_2(N)),
-        BLOCK=max(16, triton.next_power_of_2(D)), HAS_SCORES=scores_BN is not None, num_warps=1, **chained(device),
+        BLOCK=max(16, triton.next_power_of_2(D)), HAS_SCORES=scores_BN is not None, BITS=SHIFT,
+        num_warps=1, **chained(device),
     )  # fmt: skip
     return Candidates(out_tokens_BC, out_scores_BC, out_parents_BC)

@@ -1,17 +1,21 @@
 """How likely the next token of a path is to be accepted, given that all tokens before it are: learnt from what rounds emitted.
 
-Rates are kept by class of path, length of the match that proposed it, and depth.  Each step of a path that a text reached is
-one trial, whether the step was verified or not: what the round emitted tells how the text goes on.  Counts are whole numbers,
-so that several ranks hold the same ones in whatever order they add them up.
+Rates are kept by class of path, length of the match that proposed it, and depth; and apart for the step at which a path parts
+from the drafter's tree, where the drafter proposed other tokens: such a step is right much less often.  Each step of a path
+that a text reached is one trial, whether the step was verified or not: what the round emitted tells how the text goes on.
+Counts are whole numbers, so that several ranks hold the same ones in whatever order they add them up.
 
 On a CPU the definitions here run; on a GPU `learn` is two launches of survival_triton.py.  It knows paths, neither trees nor
-texts.
+texts nor who proposes what.
 
 Shapes: B sequences, P paths of each, D tokens of a path, E emitted tokens of a row with padding, C classes, L lengths, G groups
-of depths.
+of depths, those of steps that part last.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,26 +24,38 @@ from specdec.batch.emitted import NewTokens
 from specdec.draft.ngram.lookup import MAX_MATCH
 from specdec.ops.index import arange, kept, use_index_kernels
 
-MATCHES = 2  # paths that are matches of a text
-FIRST, OTHER, CHAIN = range(3)  # classes: a text's best match, its other matches, a drafter's chain that has no scores
+if TYPE_CHECKING:
+    from specdec.draft.join.paths import Paths
+
 LENGTHS = MAX_MATCH + 1
 FIRST_DEPTHS = (0, 1, 2, 4)  # of each group; 0: the root's children
+GROUPS = 2 * len(FIRST_DEPTHS)  # G
+PARTING = 0.4  # how likely a step that parts is at first, beside one that does not
 MAX_TRIALS = 256  # threshold: with more trials both counts are halved, so that what was accepted lately weighs more
 WEIGHT = 4.0  # trials that a prior is worth
-# What is expected of a path's first token before anything was seen: by the length of its match, and of a drafter's chain.
-PRIOR, CHAIN_PRIOR = (0.01, 0.15, 0.25, 0.45, 0.55, 0.6, 0.65, 0.7, 0.8), 0.7
 
 
-@kept
-def prior_rates(device: torch.device) -> Tensor:
-    """[C, L, G] float32.  Where the first tokens of a match were right the next ones mostly are: each group of depths halves
-    what is missing to 1.
+class PathClass(NamedTuple):
+    """What is expected of paths before any was seen.
+
+    first_L: how likely a path's first token is right, by the length of its match.
+    improves: whether each group of depths halves what is missing to 1: where a match's first tokens were right the next ones
+        mostly are.
     """
-    by_length_L = torch.tensor(PRIOR, dtype=torch.float32, device="cpu")
-    halves_G = 0.5 ** torch.arange(len(FIRST_DEPTHS), dtype=torch.float32, device="cpu")
-    missing_CLG = (1 - torch.stack((by_length_L, 0.8 * by_length_L)))[..., None] * halves_G
-    chain_1LG = torch.full((1, LENGTHS, len(FIRST_DEPTHS)), 1 - CHAIN_PRIOR, dtype=torch.float32, device="cpu")
-    return (1 - torch.cat((missing_CLG, chain_1LG))).to(device)
+
+    first_L: tuple[float, ...]
+    improves: bool = True
+
+    def prior(self) -> Tensor:
+        """[L, G] float32."""
+        assert len(self.first_L) == LENGTHS
+        missing_L1 = 1 - torch.tensor(self.first_L, dtype=torch.float32, device="cpu")[:, None]
+        halves_G = 0.5 ** torch.arange(len(FIRST_DEPTHS), dtype=torch.float32, device="cpu")
+        rates_LG = 1 - missing_L1 * (halves_G if self.improves else torch.ones_like(halves_G))
+        return torch.cat((rates_LG, PARTING * rates_LG), dim=1)
+
+
+CHAIN = PathClass((0.7,) * LENGTHS, improves=False)  # a drafter's chain that has no scores
 
 
 @kept
@@ -50,50 +66,50 @@ def groups_of(depth: int, device: torch.device) -> Tensor:
     return (depths_D[:, None] >= first_G).sum(1).sub(1).to(device)
 
 
-@kept
-def classes_of_paths(device: torch.device) -> Tensor:
-    """[P] int64: the class of each path of a round."""
-    return torch.tensor([FIRST] + [OTHER] * (MATCHES - 1) + [CHAIN], dtype=torch.int64, device="cpu").to(device)
-
-
 class Survival:
-    """counts_CLG2: int32, the trials and how many of them were accepted; halved together now and then."""
+    """counts_CLG2: int32, the trials and how many of them were accepted; halved together now and then.
 
-    def __init__(self, device: torch.device) -> None:
-        self.counts_CLG2 = torch.zeros(3, LENGTHS, len(FIRST_DEPTHS), 2, dtype=torch.int32, device=device)
+    prior_CLG: float32, what is expected before.
+    """
 
-    def log_rates(self, lengths_BP: Tensor, depth: int) -> Tensor:
-        """[B, P, D] float32, below 0: the logarithm of each step's rate.
+    def __init__(self, classes: Sequence[PathClass], device: torch.device) -> None:
+        shape = len(classes), LENGTHS, GROUPS
+        self.counts_CLG2 = torch.zeros(*shape, 2, dtype=torch.int32, device=device)
+        self.prior_CLG = torch.stack([each.prior() for each in classes]).to(device)
 
-        lengths_BP: int64, how many tokens before each path matched; see Paths.  depth: D.
-        """
-        device = self.counts_CLG2.device
-        classes_P = classes_of_paths(device)
+    def log_rates(self, paths: Paths, depth: int) -> Tensor:
+        """[B, P, D] float32, below 0: the logarithm of each step's rate.  depth: D."""
         trials_CLG, accepted_CLG = self.counts_CLG2.unbind(-1)
-        rates_CLG = (accepted_CLG + WEIGHT * prior_rates(device)) / (trials_CLG + WEIGHT)
-        rates_BPG = rates_CLG.log()[classes_P, lengths_BP.clamp(0, MAX_MATCH)]
-        return rates_BPG[..., groups_of(depth, device)]
+        rates_CLG = (accepted_CLG + WEIGHT * self.prior_CLG) / (trials_CLG + WEIGHT)
+        rates_BPG = rates_CLG.log()[paths.classes_P, paths.lengths_BP.clamp(0, MAX_MATCH)]
+        return rates_BPG.gather(2, self._groups(paths, depth))
 
-    def learn(self, tokens_BPD: Tensor, lengths_BP: Tensor, new: NewTokens, active_B: Tensor) -> None:
+    def _groups(self, paths: Paths, depth: int) -> Tensor:
+        """[B, P, D] int64: the group of each step."""
+        device = paths.parts_BP.device
+        parts_BPD = paths.parts_BP[..., None] == arange(depth, device)
+        return groups_of(depth, device) + len(FIRST_DEPTHS) * parts_BPD
+
+    def learn(self, paths: Paths, new: NewTokens, active_B: Tensor) -> None:
         """Counts how far each path was right.
 
-        tokens_BPD, lengths_BP: the paths that a round's trees were made of; see Paths.  new: what the round emitted.
-        active_B: int64, 0 in rows of padding.
+        paths: those that a round's trees were made of.  new: what the round emitted.  active_B: int64, 0 in rows of padding.
         """
+        tokens_BPD, lengths_BP, classes_P = paths.tokens_BPD, paths.lengths_BP, paths.classes_P
         if use_index_kernels(tokens_BPD):
             from specdec.draft.join.survival_triton import launch_learn
 
-            return launch_learn(self.counts_CLG2, tokens_BPD, lengths_BP, new, active_B)
+            return launch_learn(self.counts_CLG2, paths, new, active_B)
         self.counts_CLG2.copy_(halved(self.counts_CLG2))
-        classes_P, E, device = classes_of_paths(tokens_BPD.device), new.tokens_BE.shape[1], self.counts_CLG2.device
+        E, device = new.tokens_BE.shape[1], self.counts_CLG2.device
         tokens_BPD = tokens_BPD[..., :E]
-        D, G = tokens_BPD.shape[2], len(FIRST_DEPTHS)
+        D = tokens_BPD.shape[2]
         is_right_BPD = tokens_BPD == new.tokens_BE[:, None, :D]
         is_known_BD = (arange(D, device) <= new.last_B[:, None]) & (active_B[:, None] > 0)
         reached_BPD = is_right_BPD.cumprod(-1).roll(1, -1)
         reached_BPD[..., 0] = 1
         trials_BPD = (reached_BPD * (is_known_BD[:, None] & (tokens_BPD >= 0))).int()
-        cells_BPD = ((classes_P * LENGTHS + lengths_BP.clamp(0, MAX_MATCH)) * G)[..., None] + groups_of(D, device)
+        cells_BPD = ((classes_P * LENGTHS + lengths_BP.clamp(0, MAX_MATCH)) * GROUPS)[..., None] + self._groups(paths, D)
         for counts_CLG, added_BPD in zip(self.counts_CLG2.unbind(-1), (trials_BPD, trials_BPD * is_right_BPD), strict=True):
             sums_X = torch.zeros(counts_CLG.numel(), dtype=torch.int32, device=device)
             sums_X.index_add_(0, cells_BPD.flatten(), added_BPD.flatten())

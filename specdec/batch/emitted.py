@@ -40,10 +40,14 @@ class EmittedRows(NamedTuple):
     """What the host reads of a round: one int64 tensor, whose columns are written and read here alone.
 
     A row holds the number of accepted draft tokens; the tokens, -1 where the target's logits were not finite; and how many
-    draft tokens of the tree's best path were accepted, and how many that path has.
+    draft tokens of the tree's best path were accepted, and how many that path has.  Where trees have several sources, it goes
+    on with the sources of each place on the path after the root, as bits.
+
+    num_sources: how many columns these are.
     """
 
     numbers_BX: Tensor
+    num_sources: int = 0
 
     @classmethod
     def empty(cls, rows: int, places: int, device: torch.device) -> EmittedRows:
@@ -60,29 +64,42 @@ class EmittedRows(NamedTuple):
 
     @property
     def tokens_BE(self) -> Tensor:
-        return self.numbers_BX[:, 1:-2]
+        return self.numbers_BX[:, 1 : self._end - 2]
 
     @property
     def best_B2(self) -> Tensor:
-        return self.numbers_BX[:, -2:]
+        return self.numbers_BX[:, self._end - 2 : self._end]
 
-    @staticmethod
-    def read(numbers_BX: Tensor) -> list[Emitted]:
-        """What each row emitted.  numbers_BX: on the host."""
-        return [Emitted(row[1 : row[0] + 2], best=(row[-2], row[-1])) for row in numbers_BX.tolist()]
+    @property
+    def _end(self) -> int:
+        """How many columns come before those of sources."""
+        return self.numbers_BX.shape[1] - self.num_sources
+
+    def with_sources(self, sources_BE: Tensor) -> EmittedRows:
+        """The same, and the sources of each place on the path, of which the root is the first."""
+        assert not self.num_sources
+        return EmittedRows(torch.cat((self.numbers_BX, sources_BE[:, 1:]), dim=1), sources_BE.shape[1] - 1)
+
+    def read(self, numbers_BX: Tensor) -> list[Emitted]:
+        """What each row emitted.  numbers_BX: these numbers on the host."""
+        end, found = self._end, list[Emitted]()
+        for row in numbers_BX.tolist():
+            sources = row[end : end + row[0]] if self.num_sources else ()
+            found.append(Emitted(row[1 : row[0] + 2], best=(row[end - 2], row[end - 1]), sources=sources))
+        return found
 
 
 class RoundResult(NamedTuple):
     """What a round emitted.
 
     new: for the drafter.  emitted: for the host.
-    logprobs_BEY: of the emitted tokens, see `token_logprobs`; trees_B4N: see `tree_numbers`; None if they were not asked for.
+    logprobs_BEY: of the emitted tokens, see `token_logprobs`; trees_B5N: see `tree_numbers`; None if they were not asked for.
     """
 
     new: NewTokens
     emitted: EmittedRows
     logprobs_BEY: Tensor | None
-    trees_B4N: Tensor | None = None
+    trees_B5N: Tensor | None = None
 
 
 class FirstTokens(NamedTuple):
@@ -129,17 +146,19 @@ def read_logprobs(numbers_Y: Tensor) -> list[list[Logprobs]]:
 
 
 def tree_numbers(tree: DraftTree, chosen_BN: Tensor) -> Tensor:
-    """[B, 4, N] int64: of each node its token, its parent, the target's token after it, and the bits of its score, a float64
-    number, which is NaN where the drafter makes no estimate.
+    """[B, 5, N] int64: of each node its token, its parent, the target's token after it, its sources as bits, which are 0 where
+    there is one source, and the bits of its score, a float64 number, which is NaN where the drafter makes no estimate.
     """
     scores_BN = torch.full_like(chosen_BN, torch.nan, dtype=torch.float32) if tree.scores_BN is None else tree.scores_BN
-    return torch.stack((tree.tokens_BN, tree.parents_BN, chosen_BN, scores_BN.double().view(torch.int64)), dim=1)
+    sources_BN = torch.zeros_like(chosen_BN) if tree.sources_BN is None else tree.sources_BN
+    scores_BN = scores_BN.double().view(torch.int64)
+    return torch.stack((tree.tokens_BN, tree.parents_BN, chosen_BN, sources_BN, scores_BN), dim=1)
 
 
-def read_trees(numbers_B4N: Tensor) -> list[NodeTable]:
-    """The trees of `tree_numbers`.  numbers_B4N: on the host."""
-    scores_BN = numbers_B4N[:, 3].contiguous().view(torch.float64)
+def read_trees(numbers_B5N: Tensor) -> list[NodeTable]:
+    """The trees of `tree_numbers`.  numbers_B5N: on the host."""
+    scores_BN = numbers_B5N[:, 4].contiguous().view(torch.float64)
     has_scores = not bool(scores_BN[:, 0].isnan().any())
-    tokens_BN, parents_BN, chosen_BN = (column.tolist() for column in numbers_B4N[:, :3].unbind(1))
+    tokens_BN, parents_BN, chosen_BN, sources_BN = (column.tolist() for column in numbers_B5N[:, :4].unbind(1))
     scores = scores_BN.tolist() if has_scores else [[]] * len(tokens_BN)
-    return [NodeTable(*columns) for columns in zip(tokens_BN, parents_BN, chosen_BN, scores, strict=True)]
+    return [NodeTable(*columns) for columns in zip(tokens_BN, parents_BN, chosen_BN, scores, sources_BN, strict=True)]

@@ -23,6 +23,8 @@ class DraftTree:
     is_chain: whether node n's parent is node n - 1 in every sequence, so nodes are in order of position; known to the host.
     scores_BN: float32, for each node the logarithm of its survival, as its drafter estimates it: of the probability that it is
         accepted.  The root's is 0, and a node's is at most its parent's.  None: the drafter makes no estimate.
+    sources_BN: int64, a bit for each source that proposed the node, see DraftModel.sources; 0 for the root.  None: there is one
+        source.
 
     Depths and masks follow from the parents, and are computed when they are asked for.  Kernels walk the parents instead.
     """
@@ -32,6 +34,7 @@ class DraftTree:
     max_depth: int
     is_chain: bool = False
     scores_BN: Tensor | None = None
+    sources_BN: Tensor | None = None
 
     @property
     def num_nodes(self) -> int:

@@ -59,6 +59,10 @@ class RowChoice(NamedTuple):
         rules = TokenRules(tuple(seen) if needs.history else (), tuple(bias.items()), phrases, banned)
         return cls(options, rules, needs, grammar)
 
+    def with_steps(self, *steps: str) -> RowChoice:
+        """The same of a row that needs more of drafts."""
+        return self._replace(needs=union((self.needs, Needs.of(*steps))))
+
 
 def _steps_of_numbers(sampling: SamplingParams) -> set[str]:
     """What the numbers that a row's table holds take of a pass, which is less in greedy rows."""

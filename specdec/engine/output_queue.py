@@ -67,6 +67,7 @@ def joined(chunks: Sequence[Chunk]) -> Chunk:
     logprobs = [each for chunk in chunks for each in chunk.logprobs or ()]
     ids = [token for chunk in chunks for token in chunk.token_ids]
     origins = [origin for chunk in chunks for origin in chunk.origins]
+    sources = [source for chunk in chunks for source in chunk.sources]
     rounds = None if chunks[0].rounds is None else [each for chunk in chunks for each in chunk.rounds or ()]
     text = "".join(chunk.text for chunk in chunks)
-    return Chunk(text, ids, origins, None if chunks[0].logprobs is None else logprobs, rounds)
+    return Chunk(text, ids, origins, None if chunks[0].logprobs is None else logprobs, sources, rounds)

@@ -11,7 +11,7 @@ from specdec.config import SamplingParams
 from specdec.engine.chunks import PromptRest
 from specdec.engine.needs import RowChoice
 from specdec.engine.trim import Trimmer
-from specdec.generation import Chunk, Generation, Round, Stats, TokenLogprob
+from specdec.generation import Chunk, Generation, Round, Stats, TokenLogprob, source_name
 from specdec.steps import Emitted, EncoderInput, Grammar, Logprobs, PromptPart
 
 LeftAfter = Callable[[Grammar | None, Sequence[int]], tuple[list[int], str]]
@@ -21,8 +21,8 @@ LeftAfter = Callable[[Grammar | None, Sequence[int]], tuple[list[int], str]]
 class Request:
     """A request; two requests are equal only if they are the same object.
 
-    origins, logprobs: of the output's tokens: see Generation; no logprobs where the request did not ask for them.
-    rounds: see Generation; None where the request did not ask for trees.
+    origins, sources, logprobs: of the output's tokens: see Generation; no logprobs where the request did not ask for them.
+    source_names: what the bits of Emitted.sources stand for.  rounds: see Generation; None where nobody asked for trees.
     left_after: the tokens that a grammar allows after an output (without one, all), and what its library said if it failed
         there; for errors.
     """
@@ -39,8 +39,11 @@ class Request:
     has_entered: bool = False  # whether it has had a row
     is_submitted: bool = False  # whether an engine's thread has taken it; that can happen once only
     encoder_ids: list[int] | None = None  # what the target's encoder reads; None for a target without one
+    prediction_ids: Sequence[int] | None = None  # what the output may well be; None: nobody said
     drafted_until: int | None = None  # how many tokens the drafter knows, since it stopped there; None: it goes on
+    source_names: tuple[str, ...] = ("drafter",)
     origins: list[int] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     rounds: list[Round] | None = None
     left_after: LeftAfter | None = None
@@ -60,18 +63,34 @@ class Request:
         encoder_ids: list[int] | None = None,
         bad_words: Sequence[Sequence[int]] = (),
         left_after: LeftAfter | None = None,
+        prediction_ids: Sequence[int] | None = None,
+        source_names: tuple[str, ...] = ("drafter",),
         trees: bool = False,
     ) -> Request:
-        """A request that has no output yet.  eos_ids: see Trimmer.
+        """A request that has no output yet.  eos_ids: see Trimmer.  source_names: see the class.
 
-        seed: the caller's, or one that was drawn.  bad_words: those of `sampling` as ids.  trees: keep each round's tree.
+        seed: the caller's, or one that was drawn.  bad_words, prediction_ids: those of `sampling` as ids.  trees: keep each
+        round's tree.
         """
         output = Trimmer(sampling, eos_ids, decode, prompt_ids, streaming)
         choice = RowChoice.of(sampling, seed, prompt_ids, bad_words, eos_ids, trees)
-        return cls(
-            prompt_ids, sampling, choice, output, speculate, streaming, encoder_ids=encoder_ids, left_after=left_after,
-            rounds=[] if trees else None,
-        )  # fmt: skip
+        of_drafts = {"prediction": prediction_ids, "sources": sampling.sources}
+        if speculate and (steps := [step for step, said in of_drafts.items() if said is not None]):
+            choice = choice.with_steps(*steps)
+        more = {
+            "encoder_ids": encoder_ids,
+            "left_after": left_after,
+            "prediction_ids": prediction_ids,
+            "source_names": source_names,
+            "rounds": [] if trees else None,
+        }
+        return cls(prompt_ids, sampling, choice, output, speculate, streaming, **more)  # type: ignore[arg-type]
+
+    @property
+    def source_bits(self) -> int | None:
+        """Who may draft, see RowEntry.sources."""
+        wanted = self.sampling.sources
+        return None if wanted is None else sum(1 << self.source_names.index(name) for name in wanted)
 
     @property
     def given_ids(self) -> list[int]:
@@ -109,20 +128,28 @@ class Request:
         if self.rounds is not None:
             assert emitted.tree is not None, "a batch with such a request hands out its trees"
             tree = emitted.tree if drafted else emitted.tree.root  # a row that does not speculate has nobody's drafts
-            self.rounds.append(Round.of(len(self.output.token_ids), len(emitted.tokens) - 1, tree))
+            self.rounds.append(Round.of(len(self.output.token_ids), len(emitted.tokens) - 1, tree, self.source_names))
         self._take(emitted)
 
     def _take(self, emitted: Emitted) -> None:
         tokens = emitted.tokens
         self.origins += range(1, len(tokens))  # before the tokens are taken, since a tokenizer may fail at one of them
         self.origins.append(0)
+        drafted = len(tokens) - 1
+        self.sources += map(self._named, emitted.sources or [1] * drafted)
+        self.sources.append("")
         kept = self.output.take(tokens)
         if kept < len(tokens):
             del self.origins[kept - len(tokens) :]
+            del self.sources[kept - len(tokens) :]
         self.stats.truncated += len(tokens) - kept
         if self.sampling.logprobs is not None:
             assert len(emitted.logprobs) >= kept, "a batch with such a request computes log-probabilities"
             self.logprobs += map(self._logprob, tokens[:kept], emitted.logprobs)
+
+    def _named(self, bits: int) -> str:
+        """The sources of one token.  bits: see Emitted.sources."""
+        return source_name(bits, self.source_names)
 
     def _logprob(self, token: int, numbers: Logprobs) -> TokenLogprob:
         own, *likeliest = numbers.values
@@ -135,8 +162,8 @@ class Request:
         logprobs, rounds = None if self.sampling.logprobs is None else self.logprobs[begin:], None
         if self.rounds is not None:
             rounds, self._unread_rounds = self.rounds[self._unread_rounds :], len(self.rounds)
-        origins = self.origins[begin : self._unread]
-        return Chunk(self.output.new_text(), self.output.token_ids[begin:], origins, logprobs, rounds)
+        ids, new = self.output.token_ids[begin:], slice(begin, self._unread)
+        return Chunk(self.output.new_text(), ids, self.origins[new], logprobs, self.sources[new], rounds)
 
     def result(self) -> Generation:
         """The finished generation.  RuntimeError, from the request's own error, if the request failed."""
@@ -147,8 +174,9 @@ class Request:
         ids, reason = output.token_ids, output.finish_reason
         assert reason is not None, "the request is not finished"
         self.stats.check_identity(len(ids))
-        assert len(self.logprobs) in (0, len(ids)) and len(self.origins) == len(ids)
-        return Generation(self.given_ids, ids, output.text, reason, self.stats, self.origins, logprobs, self.rounds)
+        assert len(self.logprobs) in (0, len(ids)) and len(self.origins) == len(self.sources) == len(ids)
+        more = self.origins, logprobs, self.sources, len(self.prediction_ids or ()), self.rounds
+        return Generation(self.given_ids, ids, output.text, reason, self.stats, *more)
 
 
 @dataclass(eq=False)

@@ -182,6 +182,7 @@ def _drafter_context(head: DraftModel, backend: Backend, settings: EngineSetting
         slots=plan.num_pages[0] * settings.page_tokens,
         page_size=settings.page_tokens,
         span=plan.groups[0].span,
+        max_positions=settings.max_seq_len,
         rows=rows,
         max_pause=MAX_PAUSE if spec.is_auto else 0,
         device=settings.device,

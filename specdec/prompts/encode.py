@@ -131,6 +131,24 @@ def check_tokens(sampling: SamplingParams, tokenizer: Tokenizer, vocab_size: int
         return _bad_word_ids(sampling.bad_words or (), tokenizer, vocab_size)
 
 
+def prediction_of(sampling: SamplingParams, tokenizer: Tokenizer, vocab_size: int, longest: int) -> tuple[int, ...] | None:
+    """The ids of the request's prediction; None: there is none.  ValueError if it is no text of this target.
+
+    longest: the most tokens of a text.
+    """
+    if (given := sampling.prediction) is None:
+        return None
+    with about("prediction"):
+        ids = tuple(tokenizer.encode_answer(given)) if isinstance(given, str) else tuple(given)
+        _check_ids("prediction", ids, vocab_size)
+        if len(ids) > longest:
+            raise ValueError(
+                f"prediction has {len(ids)} tokens; expected at most max_seq_len = {longest}; nearest setting that works: its "
+                f"first {longest} tokens"
+            )
+    return ids
+
+
 def _bad_word_ids(words: Sequence[str | Sequence[int]], tokenizer: Tokenizer, vocab_size: int) -> tuple[tuple[int, ...], ...]:
     """The distinct words as ids: a text as it stands at the beginning of a text, and as it stands after a space."""
     found: dict[tuple[int, ...], None] = {}

@@ -52,6 +52,13 @@ class Tokenizer:
             raise ValueError(f"bad_words holds {word!r}, of which the tokenizer makes no token; leave it out")
         return variants
 
+    def encode_answer(self, text: str) -> list[int]:
+        """Token ids of a text that follows a prompt.  ValueError without a tokenizer."""
+        ids = list(self._need("prediction as a text").encode(text, add_special_tokens=False))
+        if not ids:
+            raise ValueError(f"prediction is {text!r}, of which the tokenizer makes no token; leave it out")
+        return ids
+
     def encode_chat(self, messages: list[Any], name: str) -> list[int]:
         """Token ids of a chat, up to where the answer begins.  name: what errors call the chat.
 

@@ -118,7 +118,7 @@ class GrammarRows:
     def follow_round(self, emitted: EmittedRows) -> None:
         """Has the texts take what a round emits, once it is on the host."""
         if self._follows and self._group.rank == 0 and (texts := self._running(len(emitted.numbers_BX))):
-            self._unread.append(UnreadTokens(self._readback.start(emitted.numbers_BX), texts, EmittedRows.read))
+            self._unread.append(UnreadTokens(self._readback.start(emitted.numbers_BX), texts, emitted.read))
 
     @contextmanager
     def only_trying(self) -> Iterator[None]:

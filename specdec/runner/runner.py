@@ -15,7 +15,7 @@ import torch
 
 from specdec import steps
 from specdec.attention.shared import SharedPrefix
-from specdec.batch.emitted import EmittedRows, FirstTokens, RoundResult
+from specdec.batch.emitted import FirstTokens, RoundResult
 from specdec.batch.sampling import RowSampling
 from specdec.batch.state import BatchState
 from specdec.batch.transfer import to_device
@@ -211,8 +211,10 @@ class DeviceRunner:
 
     def _emitted(self, result: RoundResult, ended: Sequence[int] = (), begun: Any = None) -> EmittedPending:
         """What a round emits.  ended, begun: see EmittedPending."""
-        numbers_BX = result.emitted.numbers_BX
-        return EmittedPending(self.readback, numbers_BX, EmittedRows.read, result.logprobs_BEY, ended, begun, result.trees_B4N)
+        emitted = result.emitted
+        return EmittedPending(
+            self.readback, emitted.numbers_BX, emitted.read, result.logprobs_BEY, ended, begun, result.trees_B5N
+        )
 
     def _launch_round(self, step: steps.RunRound) -> RoundResult:
         state = self._rows_of(step)
@@ -258,6 +260,8 @@ class DeviceRunner:
                 tensor.index_copy_(0, rows_R, values_R)
         if self.workers.verifier.keeps_states:
             self.workers.verifier.enter_rows(rows_R, to_device([entry.state for entry in entries], device))
+        if self.workers.drafter is not None:
+            self.workers.drafter.enter(step.entries)
         for entry in step.entries:
             if entry.rules is not None:
                 assert state.tables is not None

@@ -43,7 +43,7 @@ def _of_prompt(decoder: SpecDecoder, plan: RequestPlan, index: int, cap: int | N
     if max_tokens is None:
         left = max(1, decoder.longest_output(ids))
         max_tokens = left if cap is None else min(left, cap)
-    how = {"streaming": plan.stream, "speculate": plan.speculate, "trees": plan.return_trees}
+    how = {"streaming": plan.stream, "trees": plan.return_trees}
     return [decoder.new_request(ids, plan.sampling_of(choice, max_tokens), name, **how) for choice in range(plan.n)]
 
 

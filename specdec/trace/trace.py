@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -118,7 +119,7 @@ def _of_text(text: TracedText) -> dict[str, Any]:
 def round_as_json(each: Round) -> dict[str, Any]:
     """A round's event."""
     tree = each.tree
-    made = {"first": each.first, "accepted": each.accepted, **tree._asdict()}
+    made = {"first": each.first, "accepted": each.accepted, **tree._asdict(), "sources": each.sources}
     made["scores"] = [round(max(score, -999.0), DIGITS) for score in tree.scores]  # JSON has no infinity
     return made
 
@@ -138,19 +139,29 @@ def _read_text(held: dict[str, Any]) -> TracedText:
 
 def _read_round(held: dict[str, Any], length: int) -> Round:
     tokens, parents, chosen = (_ints(held[name]) for name in ("tokens", "parents", "chosen"))
-    tree = NodeTable(tokens, parents, chosen, [_number(each) for each in held["scores"]])
+    names, bits = bits_of([_text(each) for each in held["sources"]])
+    tree = NodeTable(tokens, parents, chosen, [_number(each) for each in held["scores"]], bits or [0] * len(tokens))
     nodes, (first, accepted) = len(tree.tokens), _ints([held["first"], held["accepted"]])
-    assert nodes and len(tree.parents) == len(tree.chosen) == nodes and len(tree.scores) in (0, nodes), (
-        "a tree's columns differ"
-    )
+    assert (
+        nodes
+        and len(tree.parents) == len(tree.chosen) == nodes
+        and len(tree.sources) == nodes
+        and len(tree.scores) in (0, nodes)
+    ), "a tree's columns differ"
     assert not tree.parents[0] and all(0 <= parent < n for n, parent in enumerate(tree.parents) if n), "a parent comes too late"
     assert 0 <= first < length and 0 <= accepted < nodes, "a round stands outside of its text"
-    made = Round(first, accepted, tree)
+    made = Round(first, accepted, tree, names)
     try:
         assert len(made.path) == accepted + 1
     except StopIteration:
         raise ValueError("a round accepts a node that its target did not choose") from None
     return made
+
+
+def bits_of(sources: Sequence[str]) -> tuple[tuple[str, ...], list[int]]:
+    """Names of sources, and for each node the bits of those that proposed it.  sources: of each node, see Round.sources."""
+    names = tuple(dict.fromkeys(name for each in sources for name in each.split("+") if name)) or ("drafter",)
+    return names, [sum(1 << names.index(name) for name in each.split("+") if name) for each in sources]
 
 
 def _ints(values: Any) -> list[int]:

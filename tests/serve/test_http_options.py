@@ -11,7 +11,7 @@ import pytest
 from toolkit.serving.options import NUMBERS, other_number
 from toolkit.serving.server import Served, error_of
 
-from specdec import SamplingParams
+from specdec import SamplingParams, SpecDecoder, shipped
 from specdec.serve.wire import grammar, requests
 from specdec.serve.wire.fields import CHAT, COMPLETIONS, SAMPLING_FIELDS, USED_FIELDS
 from specdec.serve.wire.requests import read_plan
@@ -59,7 +59,7 @@ def test_greedy_requests_may_have_what_only_sampling_looks_at(served: Served) ->
 OTHERS = {
     "prompt": "_prompts", "messages": "_messages", "model": "_check_model", "max_tokens": "_max_tokens",
     "max_completion_tokens": "_max_tokens", "n": "read_plan", "stream": "_streaming", "stream_options": "_streaming",
-    "speculate": "read_plan", "user": "read_plan", "min_tokens": "read_plan", "logprobs": "_completion_logprobs",
+    "prediction": "_sampling", "user": "read_plan", "min_tokens": "read_plan", "logprobs": "_completion_logprobs",
     "top_logprobs": "_chat_logprobs", "response_format": "grammar_of",
     "structured_outputs": "grammar_of", "return_origins": "read_plan",
     "return_trees": "read_plan",
@@ -78,6 +78,9 @@ ASKED: dict[str, tuple[dict[str, Any], Any]] = {
     "grammar": ({"structured_outputs": {"grammar": "start: x"}}, "start: x"),
     "logprobs": ({"logprobs": 2}, 2),
     "logprobs_mode": ({"logprobs": 0, "logprobs_mode": "processed"}, "processed"),
+    "prediction": ({"prediction": {"type": "content", "content": [{"type": "text", "text": "a b"}]}}, "a b"),
+    "sources": ({"sources": ["drafter"]}, ("drafter",)),
+    "speculate": ({"speculate": False}, False),
     "n": ({"n": 2}, 2),  # of the plan, which makes requests of one choice each
     **{name: ({name: other_number(name)}, other_number(name)) for name in NUMBERS},
 }
@@ -266,3 +269,41 @@ def test_a_json_object_of_a_chat(chat_served: Served) -> None:
     ask: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 12, "temperature": 0}
     error = error_of(chat_served.post(CHAT, {**ask, "response_format": {"type": "json_object"}}), 400)
     assert error["param"] == "response_format" and "names an eos_token_id" in error["message"]
+
+
+def test_predictions_over_http() -> None:
+    """Keeps out: a prediction that is taken and not handed on, counts of other drafts, names of another token."""
+    draft = [shipped.draft_folder(), "suffix"]
+    with SpecDecoder.from_pretrained(shipped.target_folder(), draft, device="cpu", smoke=False, max_batch_size=2) as decoder:
+        want = decoder.generate(GOOD["prompt"], SamplingParams(max_tokens=LONG), speculate=False)[0]
+        guess = want.text.replace(" a ", " one ")
+        (expected,) = decoder.generate(GOOD["prompt"], SamplingParams(max_tokens=LONG, prediction=guess))
+        asked = {**GOOD, "max_tokens": LONG, "return_origins": True}
+        with Served(decoder) as server:
+            given = {**asked, "prediction": {"type": "content", "content": guess}}
+            answer = server.post(COMPLETIONS, given).json()
+            (choice,), details = answer["choices"], answer["usage"]["completion_tokens_details"]
+            assert choice["text"] == want.text and len(choice["sources"]) == len(choice["origins"]) == LONG
+            accepted = sum("prediction" in source.split("+") for source in choice["sources"])
+            assert details == {
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": expected.predicted_tokens - accepted,
+            }
+            assert accepted > LONG // 2
+            own = server.post(COMPLETIONS, {**asked, "sources": ["drafter"]}).json()["choices"][0]
+            assert own["text"] == want.text and "drafter" in own["sources"]
+            for wrong, message in (
+                ({"prediction": "a"}, "prediction must be {'type': 'content', 'content': ...}, got 'a'"),
+                ({"prediction": {"type": "content", "content": 5}}, "prediction must be a string, got 5"),
+                ({**given, "speculate": False}, "prediction would do nothing with speculate=False"),
+                ({**given, "sources": ["drafter"]}, "sources leaves out the prediction"),
+                ({"sources": ["corpse"]}, "sources names 'corpse'; expected some of"),
+            ):
+                error = error_of(server.post(COMPLETIONS, {**asked, **wrong}), 400)
+                assert message in error["message"], error
+
+
+def test_a_server_without_sources_refuses_predictions(served: Served) -> None:
+    given = {**GOOD, "prediction": {"type": "content", "content": "a"}}
+    error = error_of(served.post(COMPLETIONS, given), 400)
+    assert error["param"] == "prediction" and "draft=[DRAFT, 'suffix']" in error["message"]

@@ -33,10 +33,12 @@ def drawn_trace(chance: random.Random, texts: int) -> Trace:
                 token if (parents[n], token) not in zip(parents[1:n], ids[1:n], strict=True) else 100 + n
                 for n, token in enumerate(ids)
             ]
+            names = chance.choice([("drafter",), ("drafter", "suffix")])
+            sources = [0] * nodes if len(names) == 1 else [0, *([1 + n % 3 for n in range(nodes - 1)])]
             at, accepted = 0, 0
             while following := [n for n in range(1, nodes) if parents[n] == at and ids[n] == chosen[at]]:
                 at, accepted = following[0], accepted + 1
-            rounds.append(Round(len(tokens), accepted, NodeTable(ids, parents, chosen, [0.0] * nodes)))
+            rounds.append(Round(len(tokens), accepted, NodeTable(ids, parents, chosen, [0.0] * nodes, sources), names))
             tokens += [chance.randrange(7) for _ in range(accepted + 1)]
         made.append(
             TracedText(

@@ -62,9 +62,10 @@ class TextPages:
         options, rules, _, grammar = request.choice
         tables = tuple(map(tuple, self.admission.allocations[request].tables))  # a copy, because tables grow
         encoder_input = self.admission.encoder_input(request)
-        written = tuple(request.output.token_ids[:-1]) if rules or grammar else ()
+        predicted, sources = (request.prediction_ids, request.source_bits) if speculates else (None, None)
+        written = tuple(request.output.token_ids[:-1]) if rules or grammar or predicted else ()
         number = self.admission.text_states.number(request) if self.admission.text_states else ZEROS
-        return RowEntry(row, tables, options, speculates, rules, encoder_input, grammar, written, number)
+        return RowEntry(row, tables, options, speculates, rules, encoder_input, grammar, written, number, predicted, sources)
 
     def next_part(self, state: RequestState, row: int, tokens: int) -> PromptPart:
         """Plans a chunk's part of the request's text, see RequestState.next_part."""

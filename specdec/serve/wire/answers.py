@@ -50,7 +50,12 @@ def usage(plan: RequestPlan, generations: Sequence[Generation]) -> dict[str, Any
     stats = [generation.stats for generation in generations]
     prompt_tokens = sum(len(generation.prompt_token_ids) for generation in generations[:: plan.n])
     completion_tokens = sum(len(generation.token_ids) for generation in generations)
-    accepted = sum(item.accepted for item in stats)
+    if plan.sampling.prediction is None:  # of all drafts
+        accepted = sum(item.accepted for item in stats)
+        rejected = sum(item.drafted for item in stats) - accepted
+    else:  # of the request's own prediction, as OpenAI counts
+        accepted = sum("prediction" in source.split("+") for generation in generations for source in generation.sources)
+        rejected = max(0, sum(generation.predicted_tokens for generation in generations) - accepted)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
@@ -58,7 +63,7 @@ def usage(plan: RequestPlan, generations: Sequence[Generation]) -> dict[str, Any
         "prompt_tokens_details": {"cached_tokens": sum(item.cached_tokens for item in stats[:: plan.n])},
         "completion_tokens_details": {
             "accepted_prediction_tokens": accepted,
-            "rejected_prediction_tokens": sum(item.drafted for item in stats) - accepted,
+            "rejected_prediction_tokens": rejected,
         },
     }
 
@@ -133,7 +138,9 @@ def _said_of(tokens: Generation | Chunk, plan: RequestPlan, piece: Piece, offset
     if tokens.logprobs is not None:
         known = tokens.logprobs
         logprobs = chat_logprobs(known, piece) if plan.is_chat else completion_logprobs(known, piece, offset)
-    said: dict[str, Any] = {"logprobs": logprobs, **({"origins": tokens.origins} if plan.return_origins else {})}
+    said: dict[str, Any] = {"logprobs": logprobs}
+    if plan.return_origins:
+        said |= {"origins": tokens.origins, "sources": tokens.sources}
     if plan.return_trees:
         said["specdec"] = speculation_of(tokens, piece)
     return said

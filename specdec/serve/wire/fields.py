@@ -15,16 +15,16 @@ from specdec.serve.wire.errors import wrong
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 # Options of SamplingParams that are fields of another form, or whose limits depend on other fields.
-READ_APART = ("max_tokens", "min_tokens", "n", "logprobs", "json_schema", "regex", "grammar")
+READ_APART = ("max_tokens", "min_tokens", "n", "logprobs", "json_schema", "regex", "grammar", "prediction")
 SAMPLING_FIELDS = tuple(name for name in SAMPLING_OPTIONS if name not in READ_APART)  # the others, fields of the same meaning
 SHARED_FIELDS = (
-    "model", "max_tokens", "max_completion_tokens", "min_tokens", "n", "logprobs", "stream", "stream_options", "speculate",
-    "user", "response_format", "structured_outputs", "return_origins", "return_trees", *SAMPLING_FIELDS,
+    "model", "max_tokens", "max_completion_tokens", "min_tokens", "n", "logprobs", "stream", "stream_options",
+    "user", "response_format", "structured_outputs", "return_origins", "return_trees", "prediction", *SAMPLING_FIELDS,
 )  # fmt: skip
 USED_FIELDS = {COMPLETIONS: ("prompt", *SHARED_FIELDS), CHAT: ("messages", "top_logprobs", *SHARED_FIELDS)}
 OPENAI = ("temperature", "top_p", "seed", "stop", "presence_penalty", "frequency_penalty", "logit_bias")  # of SAMPLING_FIELDS
 EXTENSIONS = (  # of the fields above, those that OpenAI does not have
-    "min_tokens", "speculate", "structured_outputs", "return_origins", "return_trees",
+    "min_tokens", "structured_outputs", "return_origins", "return_trees",
     *(name for name in SAMPLING_FIELDS if name not in OPENAI),
 )  # fmt: skip
 
@@ -39,7 +39,6 @@ NEUTRAL_VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
         "function_call": ("none", "auto"),
         "modalities": (["text"],),
         "audio": (),
-        "prediction": (),
         "metadata": ({},),
         "store": (False,),
         "service_tier": ("auto", "default"),

@@ -35,7 +35,6 @@ class RequestPlan:
     n: int = 1  # choices of each prompt
     stream: bool = False
     include_usage: bool = False
-    speculate: bool = True
     is_list: bool = False  # whether the prompts came as a list of prompts
     grammar_field: str = ""  # the field that says what the text must be
     return_origins: bool = False  # say of each token where it came from
@@ -80,7 +79,6 @@ def read_plan(body: dict[str, Any], path: str, model_name: str, max_tokens_cap: 
         n=n,
         stream=stream,
         include_usage=include_usage,
-        speculate=_checked("speculate", require_bool, values.get("speculate", True), True),
         is_list=is_list,
         grammar_field=next((name for name in GRAMMAR_FIELDS if name in values), ""),
         return_origins=_checked("return_origins", require_bool, values.get("return_origins", False), False),
@@ -122,6 +120,8 @@ def _sampling(values: dict[str, Any], n: int, path: str) -> SamplingParams:
     given = {name: values[name] for name in fields.SAMPLING_FIELDS if name in values}
     if isinstance(given.get("logit_bias"), dict):
         given["logit_bias"] = _logit_bias(given["logit_bias"])
+    if "prediction" in values:
+        given["prediction"] = _prediction(values["prediction"])
     given["logprobs"] = _chat_logprobs(values) if path == fields.CHAT else _completion_logprobs(values)
     said_by = {}
     for name, rule in grammar_of(values).items():
@@ -135,6 +135,19 @@ def _sampling(values: dict[str, Any], n: int, path: str) -> SamplingParams:
         nearest = MAX_SEED - n + 1
         raise wrong("seed", f"seed + n - 1 must be at most {MAX_SEED}; nearest setting that works: seed={nearest}")
     return sampling
+
+
+def _prediction(value: Any) -> str:
+    """The text of OpenAI's form of a prediction, whose content is a text or a list of parts."""
+    if not isinstance(value, dict) or value.keys() != {"type", "content"} or value["type"] != "content":
+        expected = "prediction must be {'type': 'content', 'content': ...}"
+        raise wrong(
+            "prediction", f"{expected}, got {str(value)[:200]!r}" if len(str(value)) > 200 else f"{expected}, got {value!r}"
+        )
+    content = value["content"]
+    if isinstance(content, list):
+        return "".join(_text_part(part, f"prediction.content[{i}]") for i, part in enumerate(content))
+    return _checked("prediction", _require_text, content)  # type: ignore[no-any-return]
 
 
 def _logit_bias(value: dict[str, Any]) -> dict[int, Any]:

@@ -144,6 +144,9 @@
     at("texts").addEventListener("change", () => choose(Number(at("texts").value)));
     const kinds = [["accepted", "accepted"], ["rejected", "rejected"], ["own", "the target's own token"]];
     const keys = kinds.map(([kind, name]) => made("span", { className: `key ${kind}` }, name));
+    const sources = new Set(data.texts.flatMap((each) => each.rounds.flatMap((one) => one.sources)).filter(Boolean));
+    const kindsOfSources = [...new Set([...sources].map((name) => (name.includes("+") ? "several" : name)))].sort();
+    keys.push(...kindsOfSources.map((name) => made("span", { className: `key source ${name}` }, name === "several" ? "several sources" : `from ${name}`)));
     at("tree-legend").replaceChildren(...keys, made("span", { className: "hint" }, "In a node: its token, the estimated chance that it survives, and after the arrow what the target chose there."));
     at("first").addEventListener("click", () => go(0));
     at("before").addEventListener("click", () => go(now.round - 1));

@@ -89,7 +89,7 @@ const SpecdecTree = (() => {
       const more = [score && `survival ${score}`, source && `from ${source}`, n < own && `the target's choice after it: ${shown(piece(round.chosen[n]), 60)}`];
       group.append(made("title", {}, [`${shown(piece(token), 200)} (token ${token})`, label, ...more].filter(Boolean).join("\n")));
       group.append(made("rect", { width: WIDTH, height: HEIGHT, rx: 6 }));
-      if (source) group.append(made("rect", { class: `source ${source.split(" ")[0]}`, width: 5, height: HEIGHT, rx: 2 }));
+      if (source) group.append(made("rect", { class: `source ${source.includes("+") ? "several" : source}`, width: 5, height: HEIGHT, rx: 2 }));
       group.append(made("text", { x: 9, y: 16, class: "token", direction: "ltr" }, shown(piece(token), MOST)));
       group.append(made("text", { x: 9, y: 31, class: "small", direction: "ltr" }, [score, chosen].filter(Boolean).join(" ")));
       nodes.append(group);

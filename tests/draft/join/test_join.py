@@ -11,6 +11,7 @@ from torch import Tensor
 from specdec.batch.tree import DraftTree
 from specdec.draft.join.join import candidates_of, joined_tree, nodes_of_paths, raised_scores, with_scores
 
+BITS = torch.tensor([2, 4, 2, 1])  # of paths, the last one the drafter's
 Steps = dict[tuple[int, ...], float]  # of each node, by the tokens of its path: the logarithm of its step
 
 
@@ -49,9 +50,12 @@ def case(seed: int) -> tuple[DraftTree, Tensor, Tensor, int]:
     alphabet, N, P, D = rng.choice([3, 9]), rng.randrange(2, 14), rng.randrange(1, 4), rng.randrange(1, 13)
     tokens, parents, scores = random_tree(rng, N, 3 * alphabet)
     paths = [random_path(rng, tokens, parents, D, alphabet) for _ in range(P)]
+    for path in paths[1:]:  # the first one is as deep as paths may be
+        end = rng.choice([D, rng.randrange(D + 1)])
+        path[end:] = [-1] * (D - end)
     if P > 1 and rng.random() < 0.5:  # one that begins as another does
         same = rng.randrange(D + 1)
-        paths[-1][:same] = paths[0][:same]
+        paths[-1] = paths[0][:same] + paths[-1][same:]
     steps = [[-rng.choice([0.0, rng.random()]) for _ in range(D)] for _ in range(P)]
     tree = DraftTree(torch.tensor([tokens]), torch.tensor([parents]), 5, scores_BN=torch.tensor([scores]))
     paths.append([-1] * D)
@@ -67,23 +71,37 @@ def scores_by_path(tree: DraftTree, paths: list[list[int]], steps: list[list[flo
     for n in range(1, tree.num_nodes):
         names.append((*names[parents[n]], tokens[n]))
         found[names[n]] = scores[n] - scores[parents[n]]
+    paths = [[token for token in path if token >= 0] for path in paths]  # no token comes after a path's end
     for path, its_steps in zip(paths, steps, strict=True):
-        for d, step in enumerate(its_steps):
+        for d, step in enumerate(its_steps[: len(path)]):
             if (name := tuple(path[: d + 1])) in names:
                 found[name] = max(found[name], step)
     for path, its_steps in zip(paths, steps, strict=True):
-        for d, step in enumerate(its_steps):
+        for d, step in enumerate(its_steps[: len(path)]):
             found.setdefault(tuple(path[: d + 1]), step)
     return {name: sum(found[name[: i + 1]] for i in range(len(name))) for name in found}
+
+
+def sources_by_path(tree: DraftTree, paths: list[list[int]], bits: list[int], name: tuple[int, ...]) -> int:
+    """The sources of a node by its tokens after the root, which has none."""
+    names, found = [()], 0
+    for token, parent in zip(tree.tokens_BN[0, 1:].tolist(), tree.parents_BN[0, 1:].tolist(), strict=True):
+        names.append((*names[parent], token))
+    if not name:
+        return 0
+    for own, path in zip(bits, paths, strict=False):
+        found |= own * (tuple(path[: len(name)]) == name)
+    return found | (name in names)
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_the_best_nodes_of_both(seed: int) -> None:
     """Keeps out: siblings of one token, a path that goes on below the wrong node, a child above its parent, a step that is
-    counted twice, a node that is better than one that was kept."""
+    counted twice, a node that is better than one that was kept, nodes after a path's end."""
     tree, paths_BPD, steps_BPD, wanted = case(seed)
     worth = scores_by_path(tree, paths_BPD[0, :-1].tolist(), steps_BPD[0, :-1].tolist())
-    joined = joined_tree(tree, paths_BPD, steps_BPD, wanted)
+    bits = torch.cat((BITS[: paths_BPD.shape[1] - 1], BITS[-1:]))
+    joined = joined_tree(tree, paths_BPD, steps_BPD, bits, wanted)
     names = [()]
     for n in range(1, wanted):
         assert int(joined.parents_BN[0, n]) < n
@@ -91,6 +109,9 @@ def test_the_best_nodes_of_both(seed: int) -> None:
     assert len(set(names)) == wanted and joined.max_depth >= max(map(len, names))
     assert joined.tokens_BN[0, 0] == tree.tokens_BN[0, 0] and joined.scores_BN is not None
     assert joined.scores_BN[0].tolist() == pytest.approx([0.0, *(worth[name] for name in names[1:])], abs=1e-5)
+    assert joined.sources_BN is not None
+    for name, sources in zip(names, joined.sources_BN[0].tolist(), strict=True):
+        assert sources == sources_by_path(tree, paths_BPD[0, :-1].tolist(), bits.tolist(), name)
     best = sorted(worth.values(), reverse=True)[: wanted - 1]
     assert sorted((worth[name] for name in names[1:]), reverse=True) == pytest.approx(best, abs=1e-5)
 
@@ -99,7 +120,7 @@ def test_a_path_of_its_own_takes_what_the_drafter_doubts() -> None:
     """Keeps out: sources that take turns.  The drafter is sure of 1 and doubts 2; a match of nine tokens goes on with 3."""
     tree = DraftTree(torch.tensor([[0, 1, 2]]), torch.tensor([[0, 0, 1]]), 2, scores_BN=torch.tensor([[0.0, -0.1, -5.0]]))
     paths = torch.tensor([[[1, 3, 4], [-1] * 3]])
-    joined = joined_tree(tree, paths, torch.tensor([[[-0.5, -0.2, -0.3], [0.0] * 3]]), 4)
+    joined = joined_tree(tree, paths, torch.tensor([[[-0.5, -0.2, -0.3], [0.0] * 3]]), BITS[[0, -1]], 4)
     assert joined.tokens_BN.tolist() == [[0, 1, 3, 4]] and joined.parents_BN.tolist() == [[0, 0, 1, 2]]
     assert joined.scores_BN is not None and joined.scores_BN[0].tolist() == pytest.approx([0, -0.1, -0.3, -0.6])
 
@@ -110,7 +131,7 @@ def test_scores_that_are_no_numbers(bad: float) -> None:
     tree = DraftTree(torch.tensor([[0, 1, 2, 3]]), torch.tensor([[0, 0, 1, 2]]), 3, scores_BN=torch.tensor([[0.0] + [bad] * 3]))
     paths = torch.tensor([[[1, 2, 3], [1, 2, 9], [-1] * 3]])
     for wanted in (2, 3, 4):
-        joined = joined_tree(tree, paths, torch.tensor([[[-1.0] * 3] * 2 + [[0.0] * 3]]), wanted)
+        joined = joined_tree(tree, paths, torch.tensor([[[-1.0] * 3] * 2 + [[0.0] * 3]]), BITS[[0, 1, -1]], wanted)
         assert joined.tokens_BN[0].tolist() == [0, 1, 2, 3][:wanted]
         assert joined.parents_BN[0].tolist() == [0, 0, 1, 2][:wanted]
         check_kernel(tree, paths, torch.tensor([[[-1.0] * 3] * 2 + [[0.0] * 3]]))
@@ -123,10 +144,11 @@ def check_kernel(tree: DraftTree, paths_BPD: Tensor, steps_BPD: Tensor) -> None:
     scored, steps = with_scores(tree, steps_BPD[:, -1]), steps_BPD[:, :-1]
     tokens = paths_BPD[:, :-1, : steps.shape[2]]
     nodes = nodes_of_paths(scored, tokens)
-    want = candidates_of(scored, raised_scores(scored, nodes, steps), nodes, tokens, steps)
+    bits = torch.cat((BITS[: tokens.shape[1]], BITS[-1:]))
+    want = candidates_of(scored, raised_scores(scored, nodes, steps), nodes, tokens, steps, bits)
     there: Any = lambda x: x if x is None else x.to(DEVICE)  # noqa: E731
     on_device = DraftTree(there(tree.tokens_BN), there(tree.parents_BN), tree.max_depth, tree.is_chain, there(tree.scores_BN))
-    got = launch_candidates(on_device, there(paths_BPD.contiguous()), there(steps_BPD.contiguous()))
+    got = launch_candidates(on_device, there(paths_BPD.contiguous()), there(steps_BPD.contiguous()), there(bits))
     torch.testing.assert_close(got.scores_BC.cpu(), want.scores_BC, atol=1e-5, rtol=1e-5)
     holds = want.scores_BC > -torch.inf
     for ours, theirs in ((got.tokens_BC, want.tokens_BC), (got.parents_BC, want.parents_BC)):
@@ -150,7 +172,7 @@ def test_a_chain_without_scores(levels: int) -> None:
     chain = DraftTree.chain(torch.arange(levels + 1).repeat(2, 1))
     paths = torch.tensor([[[1, 2, 7, 7, 7], [9] * 5, [1, 2, 3, 4, -1]]] * 2)
     steps = -torch.rand(2, 3, 5)
-    joined = joined_tree(chain, paths, steps, 6)
+    joined = joined_tree(chain, paths, steps, BITS[[0, 1, -1]], 6)
     for b in range(2):
         chain_scores = steps[b, 2, :levels].cumsum(0).tolist()
         tree = with_scores(chain, steps[:, 2])

@@ -8,35 +8,43 @@ import torch
 from toolkit.kernels import DEVICE
 
 from specdec.batch.emitted import NewTokens
-from specdec.draft.join.survival import FIRST_DEPTHS, LENGTHS, MATCHES, MAX_TRIALS, Survival, halved
+from specdec.draft.join.paths import Paths
+from specdec.draft.join.survival import CHAIN, FIRST_DEPTHS, LENGTHS, MAX_TRIALS, PathClass, Survival, halved
 
-P, D, E, ROWS = MATCHES + 1, 7, 5, 6
+CLASSES = 0, 2, 1, 2  # of the paths
+RISING = PathClass(tuple(0.1 * (1 + length) for length in range(LENGTHS)))
+P, D, E, ROWS = len(CLASSES), 7, 5, 6
 
 
-def a_round(seed: int) -> tuple[torch.Tensor, torch.Tensor, NewTokens, torch.Tensor]:
-    """Paths of a few tokens of two, their lengths, what a round emitted, and which rows count."""
+def some() -> Survival:
+    return Survival([RISING, RISING, CHAIN], torch.device("cpu"))
+
+
+def a_round(seed: int) -> tuple[Paths, NewTokens, torch.Tensor]:
+    """Paths of a few tokens of two with their lengths, what a round emitted, and which rows count."""
     rng = random.Random(seed)
     tokens = torch.tensor([[[rng.randrange(2) for _ in range(D)] for _ in range(P)] for _ in range(ROWS)])
     tokens[:, -1, rng.randrange(D) :] = -1
     lengths = torch.tensor([[rng.randrange(LENGTHS + 3) for _ in range(P)] for _ in range(ROWS)])
     last = torch.tensor([rng.randrange(E) for _ in range(ROWS)])
     new = NewTokens(torch.zeros(ROWS, dtype=torch.int32), torch.randint(2, (ROWS, E)), last, None)
-    return tokens, lengths, new, torch.tensor([rng.randrange(2) for _ in range(ROWS)])
+    parts = torch.tensor([[rng.randrange(-1, D) for _ in range(P)] for _ in range(ROWS)])
+    return Paths(tokens, lengths, torch.tensor(CLASSES), parts), new, torch.tensor([rng.randrange(2) for _ in range(ROWS)])
 
 
 def counted(rounds: list[int]) -> Counter[tuple[int, int, int, int]]:
     """(class, length, group, 0 for a trial and 1 for an accepted one): how often."""
     found = Counter[tuple[int, int, int, int]]()
     for seed in rounds:
-        tokens, lengths, new, active = a_round(seed)
+        (tokens, lengths, _, parts), new, active = a_round(seed)
         for b in range(ROWS):
-            for p in range(P):
-                kind = 2 if p == MATCHES else min(p, 1)
+            for p, kind in enumerate(CLASSES):
                 for d in range(min(D, E)):
                     token = int(tokens[b, p, d])
                     if not active[b] or d > int(new.last_B[b]) or token < 0:
                         break
                     group = max(i for i, first in enumerate(FIRST_DEPTHS) if d >= first)
+                    group += len(FIRST_DEPTHS) * (d == int(parts[b, p]))
                     cell = kind, min(int(lengths[b, p]), LENGTHS - 1), group
                     found[*cell, 0] += 1
                     if token != int(new.tokens_BE[b, d]):
@@ -47,7 +55,7 @@ def counted(rounds: list[int]) -> Counter[tuple[int, int, int, int]]:
 
 def test_counts_are_those_by_hand() -> None:
     """Keeps out: trials after a wrong token, in rows of padding, after the bonus token or after a path's end."""
-    survival = Survival(torch.device("cpu"))
+    survival = some()
     for seed in range(20):
         torch.manual_seed(seed)
         survival.learn(*a_round(seed))
@@ -61,13 +69,15 @@ def test_counts_are_those_by_hand() -> None:
 
 def test_rates_follow_what_was_accepted() -> None:
     """Keeps out: rates of another class or length, and a logarithm of 0."""
-    survival = Survival(torch.device("cpu"))
-    lengths = torch.tensor([[8, 0, 0]])
-    before = survival.log_rates(lengths, 6)
+    survival = some()
+    paths = Paths.empty(1, range(3), 6, torch.device("cpu"))
+    paths.lengths_BP.copy_(torch.tensor([[8, 0, 0]]))
+    paths.parts_BP.copy_(torch.tensor([[-1, 0, -1]]))
+    before = survival.log_rates(paths, 6)
     assert bool((before < 0).all()) and bool(before.isfinite().all())
     survival.counts_CLG2[0, 8, :] = torch.tensor([100, 100], dtype=torch.int32)
     survival.counts_CLG2[1, 0, :] = torch.tensor([100, 0], dtype=torch.int32)
-    after = survival.log_rates(lengths, 6).exp()
+    after = survival.log_rates(paths, 6).exp()
     assert bool((after[0, 0] > 0.98).all()) and bool((after[0, 1] < 0.04).all()) and bool((after[0, 1] > 0).all())
     assert torch.equal(after[0, 2], before[0, 2].exp())
 
@@ -80,14 +90,14 @@ def test_old_trials_weigh_less() -> None:
 def test_the_kernels_learn_the_same() -> None:
     from specdec.draft.join.survival_triton import launch_learn
 
-    survival = Survival(torch.device("cpu"))
+    survival = some()
     survival.counts_CLG2.random_(2 * MAX_TRIALS)
     ours = survival.counts_CLG2.to(DEVICE)
     for seed in range(4):
-        tokens, lengths, new, active = a_round(seed)
-        survival.learn(tokens, lengths, new, active)
+        paths, new, active = a_round(seed)
+        survival.learn(paths, new, active)
         there = NewTokens(*(None if x is None else x.to(DEVICE) for x in new))  # type: ignore[arg-type]
-        launch_learn(ours, tokens.to(DEVICE), lengths.to(DEVICE), there, active.to(DEVICE))
+        launch_learn(ours, Paths(*(x.to(DEVICE) for x in paths)), there, active.to(DEVICE))
     assert torch.equal(ours.cpu(), survival.counts_CLG2)
 
 
@@ -95,11 +105,11 @@ def test_the_kernel_halves_the_same() -> None:
     """Keeps out: cells that are halved alone, or beyond the table's end."""
     from specdec.draft.join.survival_triton import launch_learn
 
-    survival, (tokens, lengths, new, active) = Survival(torch.device("cpu")), a_round(1)
+    survival, (paths, new, active) = some(), a_round(1)
     survival.counts_CLG2.random_(2 * MAX_TRIALS)
     ours = survival.counts_CLG2.to(DEVICE)
     there = NewTokens(*(None if x is None else x.to(DEVICE) for x in new))  # type: ignore[arg-type]
-    launch_learn(ours, tokens.to(DEVICE), lengths.to(DEVICE), there, torch.zeros_like(active).to(DEVICE))
+    launch_learn(ours, Paths(*(x.to(DEVICE) for x in paths)), there, torch.zeros_like(active).to(DEVICE))
     assert torch.equal(ours.cpu(), halved(survival.counts_CLG2))
 
 

@@ -60,7 +60,7 @@ def drafted_and_true(zoo: Zoo, spec: SpecConfig, text: list[int], chunk: int, **
     with torch.inference_mode():  # the target chose another first token than the text has
         state = driver._workers.state
         state.bonus_B[0] = text[-1]
-        drafter.store.write(state.pages.slots_at(state.lens_B[:1, None].long() - 1)[0], torch.tensor(text[-1:]))
+        drafter.finder.store.write(state.pages.slots_at(state.lens_B[:1, None].long() - 1)[0], torch.tensor(text[-1:]))
     tree = driver.draft(1, spec)
     paths: list[tuple[int, ...]] = [()]
     for token, parent in zip(tree.tokens_BN[0, 1:].tolist(), tree.parents_BN[0, 1:].tolist(), strict=True):

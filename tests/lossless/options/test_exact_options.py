@@ -101,7 +101,11 @@ CHANGES: dict[str, dict[str, Any]] = {  # a value of each field that must change
 }  # fmt: skip
 # stop and ignore_eos need a tokenizer or a model with an end (tests/engine/test_endings.py), and so do the options that say
 # what the text must be (test_grammar.py); logprobs and n change no text.
-ELSEWHERE = {"stop", "ignore_eos", "logprobs", "logprobs_mode", "n", "json_schema", "regex", "grammar"}
+ELSEWHERE = {"stop", "ignore_eos", "logprobs", "logprobs_mode", "n", "json_schema", "regex", "grammar"} | {
+    "prediction",
+    "sources",
+    "speculate",  # tests/draft/prediction
+}
 
 
 @pytest.mark.slow_cases(keep=3)

@@ -19,11 +19,12 @@ from specdec.draft.block.rounds.pairs_triton import launch_fill_pairs
 from specdec.draft.block.rounds.tables_triton import launch_block_tables
 from specdec.draft.join.join_triton import launch_candidates
 from specdec.draft.join.paths import Paths
-from specdec.draft.join.paths_triton import launch_paths
-from specdec.draft.join.survival import MATCHES, Survival
+from specdec.draft.join.paths_triton import launch_rates
+from specdec.draft.join.survival import CHAIN, Survival
 from specdec.draft.join.survival_triton import launch_learn
 from specdec.draft.ngram.lookup import PagedTexts
 from specdec.draft.ngram.lookup_triton import launch_match_keys
+from specdec.draft.ngram.paths_triton import launch_paths
 from specdec.draft.tree.branches_triton import launch_fork
 from specdec.draft.tree.build_tree_triton import launch_best_nodes
 from specdec.draft.tree.expand import Beam, Candidates
@@ -76,11 +77,12 @@ def joining(B: int) -> None:
     for nodes, depth, scores in ((32, 31, floats(B, 32)), (6, 5, None)):
         parents = ids(B, nodes)
         tree = DraftTree(ids(B, nodes), parents, 5, is_chain=scores is None, scores_BN=scores)
-        survival, paths = Survival(here()), Paths(ids(B, MATCHES + 1, depth), ids(B, MATCHES + 1))
-        steps = launch_paths(text, ids(B, MATCHES), tree, survival.counts_CLG2, depth, paths)
-        launch_candidates(tree, paths.tokens_BPD, steps)
+        survival, paths = Survival([CHAIN] * 3, here()), Paths(ids(B, 3, depth), ids(B, 3), ids(3), ids(B, 3))
+        launch_paths(text, ids(B, 2), depth, paths.of_source(0, 2))
+        steps = launch_rates(paths, tree, survival, depth)
+        launch_candidates(tree, paths.tokens_BPD, steps, ids(3))
         new = NewTokens(counts(B), ids(B, depth + 1), ids(B), None)
-        launch_learn(survival.counts_CLG2, *paths, new, ids(B))
+        launch_learn(survival.counts_CLG2, paths, new, ids(B))
 
 
 def drafting() -> None:

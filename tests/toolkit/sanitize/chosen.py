@@ -218,7 +218,8 @@ CHOSEN: dict[str, list[str]] = {
         "tests/draft/block/test_dflash2_kernels.py::test_the_kernel_of_children[2-5-16-64-3-50-torch.bfloat16]"
     ],
     "fill_pairs_kernel": ["tests/draft/block/test_tables.py::test_pairs[3-6-10-1100-dtype1]"],
-    "paths_kernel": ["tests/draft/join/test_paths.py::test_the_kernel_finds_the_same_paths[9-None-chain]"],
+    "rates_kernel": ["tests/draft/join/test_paths.py::test_the_kernel_finds_the_same_paths[9-None-chain]"],
+    "match_paths_kernel": ["tests/draft/join/test_paths.py::test_the_kernel_finds_the_same_paths[9-None-chain]"],
     "join_kernel": ["tests/draft/join/test_join.py::test_the_kernel_finds_the_same_candidates[3]"],
     "learn_kernel": ["tests/draft/join/test_survival.py::test_the_kernels_learn_the_same"],
     "halve_counts_kernel": ["tests/draft/join/test_survival.py::test_the_kernel_halves_the_same"],

@@ -1,0 +1,1 @@
+"""A request's own prediction of its answer as a source of paths (OpenAI's `prediction`)."""
