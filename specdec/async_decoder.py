@@ -95,22 +95,26 @@ class AsyncSpecDecoder:
         """What broke the engine for good; None while it works."""
         return self.decoder.owner.failure
 
-    async def generate(self, prompt: Any, sampling: SamplingParams | None = None, *, speculate: bool = True) -> Generation:
+    async def generate(
+        self, prompt: Any, sampling: SamplingParams | None = None, *, speculate: bool = True, trees: bool = False
+    ) -> Generation:
         """Generates for one prompt; for several, gather several calls.  A task that is cancelled ends its request.
 
-        prompt: a string, a list of token ids, or chat messages.  sampling: None: SamplingParams().  speculate: see
+        prompt: a string, a list of token ids, or chat messages.  sampling: None: SamplingParams().  speculate, trees: see
         `SpecDecoder.generate`.
 
         ValueError and TypeError name what can't be used, and RuntimeError is raised if the request fails while it runs.
         """
-        return await self.run(await self.new_request(prompt, sampling, speculate=speculate))
+        return await self.run(await self.new_request(prompt, sampling, speculate=speculate, trees=trees))
 
-    def stream(self, prompt: Any, sampling: SamplingParams | None = None, *, speculate: bool = True) -> AsyncStream:
+    def stream(
+        self, prompt: Any, sampling: SamplingParams | None = None, *, speculate: bool = True, trees: bool = False
+    ) -> AsyncStream:
         """Generates for one prompt, and gives its chunks to an `async for`; leaving the loop ends the request.
 
-        prompt, sampling, speculate, errors: see `generate`; errors are raised by the first step of the loop.
+        prompt, sampling, speculate, trees, errors: see `generate`; errors are raised by the first step of the loop.
         """
-        return AsyncStream(self, lambda: self.new_request(prompt, sampling, speculate=speculate, streaming=True))
+        return AsyncStream(self, lambda: self.new_request(prompt, sampling, speculate=speculate, trees=trees, streaming=True))
 
     async def new_request(
         self,
@@ -119,6 +123,7 @@ class AsyncSpecDecoder:
         *,
         name: str = "prompt",
         speculate: bool = True,
+        trees: bool = False,
         streaming: bool = False,
     ) -> Request:
         """A checked request for `run`, or with `streaming` for `chunks`.  name: what errors call the prompt."""
@@ -126,7 +131,8 @@ class AsyncSpecDecoder:
         params = SamplingParams() if sampling is None else sampling
 
         def made(decoder: SpecDecoder) -> Request:
-            return decoder.new_request(decoder.encode(prompt, name), params, name, streaming=streaming, speculate=speculate)
+            ids = decoder.encode(prompt, name)
+            return decoder.new_request(ids, params, name, streaming=streaming, speculate=speculate, trees=trees)
 
         return await self.prepared(made)
 

@@ -27,6 +27,7 @@ from specdec.startup import STARTUP
 
 if TYPE_CHECKING:
     from specdec.lossless.verification import Verification
+    from specdec.trace.trace import Trace
 
 
 class SpecDecoder(LoadedDecoder):
@@ -103,12 +104,29 @@ class SpecDecoder(LoadedDecoder):
         with show_progress("verify", "prompts") if progress else nullcontext(lambda *_: None) as show:
             return verify(Session(self), listed, per_prompt(sampling, len(listed)), show)
 
+    def trace(
+        self,
+        prompts: Any,
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        speculate: bool = True,
+        times: bool = True,
+    ) -> Trace:
+        """Generates, and keeps what every round did: `save_html` draws it, and `as_json` keeps it.
+
+        prompts, sampling, speculate: see `generate`; n must be 1.
+        times: run the first prompt twice more, alone and phase by phase, to measure what its rounds take.
+        """
+        from specdec.trace.record import record  # which most programs never need
+
+        return record(self, prompts, sampling, speculate=speculate, times=times)
+
     def stream(
-        self, prompt: Any, sampling: SamplingParams | None = None, *, speculate: bool = True
+        self, prompt: Any, sampling: SamplingParams | None = None, *, speculate: bool = True, trees: bool = False
     ) -> Generator[Chunk, None, Generation]:
         """Generates for one prompt, and yields what each round adds; a reader that is slower gets several rounds in one chunk.
 
-        prompt: a string, a list of token ids, or chat messages.  sampling, speculate: see `generate`.
+        prompt: a string, a list of token ids, or chat messages.  sampling, speculate, trees: see `generate`.
 
         The chunks' texts joined are the final text, and their token ids joined are the final ids.  The generator returns the
         finished Generation.  Whoever closes the generator early ends the request and frees its row and pages.
@@ -117,7 +135,8 @@ class SpecDecoder(LoadedDecoder):
         """
         check_one_prompt(prompt, "generate")
         (params,) = per_prompt(sampling, 1)
-        return self._chunks(self.new_request(self.encode(prompt), params, streaming=True, speculate=speculate))
+        request = self.new_request(self.encode(prompt), params, streaming=True, speculate=speculate, trees=trees)
+        return self._chunks(request)
 
     def _chunks(self, request: Request) -> Generator[Chunk, None, Generation]:
         """The chunks of one request.  It is submitted with the first `next`, so an unused iterator has nothing to free."""

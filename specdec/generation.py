@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from specdec.steps import NodeTable
+
 FinishReason = Literal["eos", "stop", "length"]
 
 
@@ -93,6 +95,58 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True)
+class Round:
+    """One verify pass of a request: the tree, and where the target's path through it stands in the output.
+
+    first: the place among the output's tokens of the first token that the round emitted.
+    accepted: how many draft tokens were accepted, those included that stand after the output's end.
+    tree: see NodeTable; a plain round's is only its root.  names: what the bits of its sources stand for.
+    """
+
+    first: int
+    accepted: int
+    tree: NodeTable
+    names: tuple[str, ...] = ("drafter",)
+
+    @classmethod
+    def of(cls, first: int, accepted: int, read: NodeTable, names: tuple[str, ...]) -> Round:
+        """Of a tree as the target read it, in which a node without a token of its own may repeat an earlier sibling."""
+        numbers, seen = list[int](), dict[tuple[int, int], int]()  # of each node; by (parent, token)
+        kept = [(0, read.tokens[0])]
+        for node, token in enumerate(read.tokens):
+            key = numbers[read.parents[node]] if node else 0, token
+            numbers.append(seen.setdefault(key, len(kept)) if node else 0)
+            if numbers[-1] == len(kept):
+                kept.append(key)
+        places = [numbers.index(n) for n in range(len(kept))]
+        scores = [read.scores[place] for place in places] if read.scores else []
+        parents, tokens = map(list, zip(*kept, strict=True))
+        chosen, sources = ([column[place] for place in places] for column in (read.chosen, read.sources))
+        return cls(first, accepted, NodeTable(tokens, parents, chosen, scores, sources), names)
+
+    @property
+    def path(self) -> list[int]:
+        """The nodes that the target accepted, the root first: each holds the token that the target chose after its parent."""
+        tokens, parents, chosen = self.tree[:3]
+        path = [0]
+        while len(path) <= self.accepted:
+            at = path[-1]
+            path.append(next(n for n in range(at + 1, len(tokens)) if parents[n] == at and tokens[n] == chosen[at]))
+        return path
+
+    @property
+    def sources(self) -> list[str]:
+        """Who proposed each node, as in Generation.sources; empty where there is one source."""
+        bits = self.tree.sources
+        return ["", *(source_name(each, self.names) for each in bits[1:])] if any(bits) else []
+
+
+def source_name(bits: int, names: tuple[str, ...]) -> str:
+    """The sources of a node, such as "drafter+suffix"; without one a grammar has made it.  bits: one for each of names."""
+    return "+".join(name for number, name in enumerate(names) if bits >> number & 1) or "grammar"
+
+
+@dataclass(frozen=True)
 class Generation:
     """One finished request.  token_ids includes the EOS or stop token that ended it; text doesn't show that token.
 
@@ -102,6 +156,7 @@ class Generation:
         "prediction" and so on, several of them as "drafter+suffix", or "grammar"; "" where the token is the target's own.
     logprobs: one for each of token_ids; None if they were not asked for.
     predicted_tokens: how many tokens the request's prediction had.
+    rounds: with the tree of each; None if trees were not asked for.
     """
 
     prompt_token_ids: list[int]
@@ -113,6 +168,7 @@ class Generation:
     logprobs: list[TokenLogprob] | None = None
     sources: list[str] = field(default_factory=list)
     predicted_tokens: int = 0
+    rounds: list[Round] | None = None
 
 
 @dataclass(frozen=True)
@@ -121,6 +177,7 @@ class Chunk:
 
     origins, sources: one for each of token_ids, as in Generation.
     logprobs: one for each of token_ids; None if they were not asked for.
+    rounds: those that emitted these tokens; None if trees were not asked for.
     """
 
     text: str
@@ -128,3 +185,4 @@ class Chunk:
     origins: list[int]
     logprobs: list[TokenLogprob] | None = None
     sources: list[str] = field(default_factory=list)
+    rounds: list[Round] | None = None

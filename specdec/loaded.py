@@ -177,6 +177,7 @@ class LoadedDecoder:
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         speculate: bool = True,
+        trees: bool = False,
         progress: bool = False,
         cache_salt: str | None = None,
     ) -> list[Generation]:
@@ -185,6 +186,7 @@ class LoadedDecoder:
         prompts: a string, a list of token ids, chat messages, or a list of such prompts.
         sampling: one SamplingParams for all prompts, or a list with one for each; None: SamplingParams().
         speculate: False: the drafter proposes nothing for these prompts.  The texts are the same.
+        trees: keep the tree of each round: see Generation.rounds.
         progress: show a bar on stderr.
         cache_salt: earlier answers are proposed among requests of the same salt alone.
 
@@ -198,8 +200,8 @@ class LoadedDecoder:
             name = "prompt" if is_one_prompt(prompts) else f"prompts[{index}]"
             ids = self.encode(prompt, name)
             for number in range(params.n):
-                own = self.new_request(ids, params.of_choice(number), name, speculate=speculate, cache_salt=cache_salt)
-                requests.append(own)
+                how: dict[str, Any] = {"speculate": speculate, "trees": trees, "cache_salt": cache_salt}
+                requests.append(self.new_request(ids, params.of_choice(number), name, **how))
         with show_progress("generate", "requests") if progress else nullcontext() as show:
             return self.run(requests, show)
 
@@ -249,6 +251,7 @@ class LoadedDecoder:
         *,
         streaming: bool = False,
         speculate: bool = True,
+        trees: bool = False,
         cache_salt: str | None = None,
     ) -> Request:
         """A checked request, for callers that submit it themselves.  ValueError, TypeError: of its ids, length or sampling.
@@ -259,6 +262,7 @@ class LoadedDecoder:
         self.owner.check_open()
         self._check_salt(cache_salt)
         require_bool("speculate", speculate, True)
+        require_bool("trees", trees, False)
         if not isinstance(sampling, SamplingParams):
             raise TypeError(f"sampling must be a SamplingParams, got {sampling!r} of type {type(sampling).__name__}")
         if sampling.n != 1:
@@ -276,15 +280,12 @@ class LoadedDecoder:
         if (rule := sampling.grammar_rule) is not None:
             self.grammars.check(*rule)
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
-        drafts, decode, left_after = (
-            speculate and sampling.speculate and self.head is not None,
-            self.tokenizer.decode,
-            self.grammars.left_after,
-        )
+        drafts = speculate and sampling.speculate and self.head is not None
+        decode, left_after = self.tokenizer.decode, self.grammars.left_after
         predicted = prediction_of(sampling, self.tokenizer, config.vocab_size, self.settings.max_seq_len)
         self._check_sources(sampling, speculate)
         names, scope = self.head.sources if self.head is not None else (), self._tables.scope_of(cache_salt)
-        given = streaming, drafts, encoder_ids, bad_words, left_after, predicted, names, scope
+        given = streaming, drafts, encoder_ids, bad_words, left_after, predicted, names, scope, trees
         request = Request.new(prompt_ids, sampling, seed, self.eos_ids, decode, *given)
         self.engine.check(request)
         return request

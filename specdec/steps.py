@@ -35,15 +35,21 @@ class Needs(NamedTuple):
             round runs phase by phase.
         processed: log-probabilities after the options.  prediction, sources: RowEntry's of these names.
     logprobs: 1 + the number of likeliest tokens whose log-probabilities are computed beside the chosen one's; 0: none are.
+    trees: whether a round also hands out its trees, see Emitted.
     """
 
     steps: frozenset[str] = frozenset()
     logprobs: int = 0
+    trees: bool = False
 
     @classmethod
-    def of(cls, *steps: str, logprobs: int = 0) -> Needs:
+    def of(cls, *steps: str, logprobs: int = 0, trees: bool = False) -> Needs:
         assert set(steps) <= set(STEPS), steps
-        return cls(frozenset(steps), logprobs)
+        return cls(frozenset(steps), logprobs, trees)
+
+    def __or__(self, other: Needs) -> Needs:
+        """What serves both."""
+        return Needs(self.steps | other.steps, max(self.logprobs, other.logprobs), self.trees or other.trees)
 
     @property
     def sampled(self) -> bool:
@@ -272,7 +278,7 @@ class RunMixed:
     @property
     def needs(self) -> Needs:
         """What either of both needs."""
-        return Needs(self.round.needs.steps | self.chunk.needs.steps, max(self.round.needs.logprobs, self.chunk.needs.logprobs))
+        return self.round.needs | self.chunk.needs
 
 
 @dataclass(frozen=True)
@@ -357,6 +363,26 @@ class Logprobs(NamedTuple):
     ids: list[int]
 
 
+class NodeTable(NamedTuple):
+    """The nodes of a tree that a round verified, the root first; a parent stands before its children.
+
+    tokens, parents: of each node; the root is its own parent.  chosen: the target's own token after each node, -1 where its
+    logits were not finite.  scores: the logarithm of each node's survival as its drafter estimates it; empty without estimates.
+    sources: a bit for each source that proposed a node; 0 for the root, and where there is one source.
+    """
+
+    tokens: list[int]
+    parents: list[int]
+    chosen: list[int]
+    scores: list[float]
+    sources: list[int]
+
+    @property
+    def root(self) -> NodeTable:
+        """The root alone."""
+        return NodeTable(self.tokens[:1], self.parents[:1], self.chosen[:1], self.scores[:1], self.sources[:1])
+
+
 class Emitted(NamedTuple):
     """What a round emitted in one row, or a chunk for one of its parts.
 
@@ -365,12 +391,14 @@ class Emitted(NamedTuple):
     logprobs: one for each of the tokens, and more, which mean nothing; empty where the launch needed none.
     best: of a round, how many of the drafter's first choices were accepted, and how many that path has.
     sources: of a round, for each accepted draft token a bit for each source that proposed it; empty: there is one source.
+    tree: of a round whose needs ask for trees; a plain round's is only a root.
     """
 
     tokens: list[int]
     logprobs: Sequence[Logprobs] = ()
     best: tuple[int, int] = (0, 0)
     sources: Sequence[int] = ()
+    tree: NodeTable | None = None
 
 
 class Pending(Protocol):

@@ -21,7 +21,7 @@ from specdec.attention.caches.layout import HeadsView
 from specdec.attention.context_parallel.tables import ContextParallel
 from specdec.attention.inputs import AttentionFn
 from specdec.batch.choose import choose_tokens
-from specdec.batch.emitted import FirstTokens, NewTokens, RoundResult, token_logprobs
+from specdec.batch.emitted import FirstTokens, NewTokens, RoundResult, token_logprobs, tree_numbers
 from specdec.batch.masks import BitMasks
 from specdec.batch.ragged import RaggedPrompts
 from specdec.batch.sampling import RowSampling
@@ -180,6 +180,7 @@ class TargetVerifier:
         tokens_BN = chosen.tokens_R.view(tree.tokens_BN.shape)
         if self.synthetic is not None:
             tokens_BN = self.synthetic.force(tree, tokens_BN, state.sampling.seed_R, state.lens_B, state.speculates_B)
+        trees_B5N = tree_numbers(tree, tokens_BN) if needs.trees else None  # before the root, a plain round's, is another token
         accepted, base_lens_B = accept(tree, tokens_BN, state)
         if needs.history:
             emitted_B = (accepted.accepted_B + 1) * state.active_B
@@ -195,7 +196,7 @@ class TargetVerifier:
         new, emitted = NewTokens(base_lens_B, accepted.tokens_BE, accepted.accepted_B, features_BEF), accepted.emitted
         if tree.sources_BN is not None:
             emitted = emitted.with_sources(tree.sources_BN.gather(1, accepted.path_BE))
-        return RoundResult(new, emitted, logprobs_BEY)
+        return RoundResult(new, emitted, logprobs_BEY, trees_B5N)
 
     def commit(self, tables: dict[int, TreeTables], state: BatchState, tree: DraftTree, accepted: Accepted) -> None:
         """Moves the accepted paths' keys and values to the slots after the committed ones."""

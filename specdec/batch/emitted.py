@@ -2,9 +2,9 @@
 
 This module knows neither the verifier nor the drafter.
 
-Shapes: B rows, E places on a path, X = E + 3 numbers of a row, F features of a token.  Of log-probabilities: R rows of logits,
-W a rank's run of the vocabulary, k likeliest tokens, X = 1 + k of which a token has log-probabilities, Y = X + k numbers of a
-token.
+Shapes: B rows, E places on a path, X = E + 3 numbers of a row, F features of a token, N nodes of a tree.  Of log-probabilities:
+R rows of logits, W a rank's run of the vocabulary, k likeliest tokens, X = 1 + k of which a token has log-probabilities,
+Y = X + k numbers of a token.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from specdec.batch.tree import DraftTree
 from specdec.parallel.vocabulary import Vocabulary
-from specdec.steps import Emitted, Logprobs
+from specdec.steps import Emitted, Logprobs, NodeTable
 
 
 class NewTokens(NamedTuple):
@@ -92,12 +93,13 @@ class RoundResult(NamedTuple):
     """What a round emitted.
 
     new: for the drafter.  emitted: for the host.
-    logprobs_BEY: of the emitted tokens, see `token_logprobs`; None if they were not asked for.
+    logprobs_BEY: of the emitted tokens, see `token_logprobs`; trees_B5N: see `tree_numbers`; None if they were not asked for.
     """
 
     new: NewTokens
     emitted: EmittedRows
     logprobs_BEY: Tensor | None
+    trees_B5N: Tensor | None = None
 
 
 class FirstTokens(NamedTuple):
@@ -141,3 +143,22 @@ def read_logprobs(numbers_Y: Tensor) -> list[list[Logprobs]]:
     floats = (numbers_BEY.shape[-1] + 1) // 2
     values, ids = numbers_BEY[..., :floats].view(torch.float64).tolist(), numbers_BEY[..., floats:].tolist()
     return [list(map(Logprobs._make, zip(*row, strict=True))) for row in zip(values, ids, strict=True)]
+
+
+def tree_numbers(tree: DraftTree, chosen_BN: Tensor) -> Tensor:
+    """[B, 5, N] int64: of each node its token, its parent, the target's token after it, its sources as bits, which are 0 where
+    there is one source, and the bits of its score, a float64 number, which is NaN where the drafter makes no estimate.
+    """
+    scores_BN = torch.full_like(chosen_BN, torch.nan, dtype=torch.float32) if tree.scores_BN is None else tree.scores_BN
+    sources_BN = torch.zeros_like(chosen_BN) if tree.sources_BN is None else tree.sources_BN
+    scores_BN = scores_BN.double().view(torch.int64)
+    return torch.stack((tree.tokens_BN, tree.parents_BN, chosen_BN, sources_BN, scores_BN), dim=1)
+
+
+def read_trees(numbers_B5N: Tensor) -> list[NodeTable]:
+    """The trees of `tree_numbers`.  numbers_B5N: on the host."""
+    scores_BN = numbers_B5N[:, 4].contiguous().view(torch.float64)
+    has_scores = not bool(scores_BN[:, 0].isnan().any())
+    tokens_BN, parents_BN, chosen_BN, sources_BN = (column.tolist() for column in numbers_B5N[:, :4].unbind(1))
+    scores = scores_BN.tolist() if has_scores else [[]] * len(tokens_BN)
+    return [NodeTable(*columns) for columns in zip(tokens_BN, parents_BN, chosen_BN, scores, sources_BN, strict=True)]

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 
 from specdec import __version__
-from specdec.cli import bench, doctor, generate, interrupted, plan, serve, tune, verify
+from specdec.cli import bench, doctor, generate, interrupted, plan, serve, trace, tune, verify
 from specdec.cli.flags import FlagParser, engine_of
 from specdec.cli.heads import eval_head, inspect, train
 from specdec.cli.terminal.output import complain
@@ -33,7 +33,7 @@ SPECDEC_DEBUG=1 in the environment shows the traceback of an error."""
 BROKEN_PIPE = 141
 COMMANDS = (
     ("bench", bench), ("verify", verify), ("generate", generate), ("serve", serve), ("inspect", inspect), ("plan", plan),
-    ("train", train), ("eval-head", eval_head), ("tune", tune), ("doctor", doctor),
+    ("trace", trace), ("train", train), ("eval-head", eval_head), ("tune", tune), ("doctor", doctor),
 )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from specdec.cli import flags
+from specdec.cli.terminal.output import check_files, write_files
 from specdec.config import SamplingParams
 from specdec.generation import Generation, Stats
 from specdec.startup import STARTUP
@@ -36,6 +37,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--logprobs", type=int, metavar="N", help="print each token's log-probability to stderr, and those of the N likeliest")
     mode = "probabilities before the sampling options (raw, the default) or after them (processed)"
     add("--logprobs-mode", choices=("raw", "processed"), help=mode)
+    add("--trace", type=flags.not_empty, metavar="FILE.html", help="draw what every round did; see specdec trace")
     add("--stats", action="store_true", help="print accept length, tok/s and the seconds of the start to stderr")
     flags.add_sampling_flags(parser)
     flags.add_grammar_flags(parser)
@@ -48,8 +50,9 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(
             f"--n {sampling.n} would print one text {sampling.n} times at --temperature 0 (greedy); give a temperature"
         )
+    check_files({"--trace": args.trace})
     target, draft = _pair(args)
-    options, prompt = flags.engine_of(args, max_batch_size=min(sampling.n, MAX_ROWS)), _read_prompt(args.prompt)
+    options, prompt = flags.engine_of(args, max_batch_size=min(sampling.n, MAX_ROWS)), read_prompt(args.prompt)
     from specdec import SpecDecoder  # through the door: see `without_collections`
     from specdec.prompts.tokenizer import VOCABULARY_FILES
 
@@ -64,12 +67,14 @@ def run(args: argparse.Namespace) -> int:
     screen = _screen(decoder, prompt, asked, sampling) if sys.stdout.isatty() else None
     start = time.perf_counter()
     write = _stream if sampling.n == 1 else _write_all
-    generations = write(decoder, asked, sampling, screen)
+    generations = write(decoder, asked, sampling, screen, trees=args.trace is not None)
     seconds = time.perf_counter() - start
     for generation in generations:
         _show_logprobs(decoder, generation)
     if screen is not None:
         print(screen.last_line(generations, seconds), file=sys.stderr)
+    if args.trace is not None:
+        _save_trace(decoder, asked, sampling, generations, args.trace)
     if args.stats:
         from specdec.loading.about.drafters import drafter_line
         from specdec.loading.resolve import experts_line
@@ -94,7 +99,8 @@ def _pair(args: argparse.Namespace) -> tuple[Any, Any]:
     return args.target or shipped.target_folder(), None
 
 
-def _read_prompt(argument: str | None) -> str:
+def read_prompt(argument: str | None) -> str:
+    """The text that was given, or that stdin holds.  ValueError if there is none."""
     if argument is None and (sys.stdin is None or sys.stdin.isatty()):  # None: it was closed before the start
         raise ValueError("PROMPT is missing: give it as an argument, or on stdin")
     if argument is None:
@@ -125,9 +131,11 @@ def _screen(decoder: SpecDecoder, prompt: str, asked: Any, sampling: SamplingPar
     return Screen(prompt, goes_on, decoder.tokenizer.decode, prompt_ids, is_plain=decoder.head is None)
 
 
-def _stream(decoder: SpecDecoder, prompt: Any, sampling: SamplingParams, screen: Screen | None) -> list[Generation]:
+def _stream(
+    decoder: SpecDecoder, prompt: Any, sampling: SamplingParams, screen: Screen | None, *, trees: bool
+) -> list[Generation]:
     """Writes the one text to stdout as it comes."""
-    stream = decoder.stream(prompt, sampling)
+    stream = decoder.stream(prompt, sampling, trees=trees)
     if screen is not None:
         return [screen.stream(stream)]
     while True:
@@ -138,9 +146,11 @@ def _stream(decoder: SpecDecoder, prompt: Any, sampling: SamplingParams, screen:
             return [end.value]
 
 
-def _write_all(decoder: SpecDecoder, prompt: Any, sampling: SamplingParams, screen: Screen | None) -> list[Generation]:
+def _write_all(
+    decoder: SpecDecoder, prompt: Any, sampling: SamplingParams, screen: Screen | None, *, trees: bool
+) -> list[Generation]:
     """Writes the texts of all generations to stdout, once they are finished."""
-    generations = decoder.generate(prompt, sampling)
+    generations = decoder.generate(prompt, sampling, trees=trees)
     for number, generation in enumerate(generations):
         if number:
             print("----")
@@ -150,6 +160,14 @@ def _write_all(decoder: SpecDecoder, prompt: Any, sampling: SamplingParams, scre
             screen.whole(generation)
     sys.stdout.flush()
     return generations
+
+
+def _save_trace(decoder: SpecDecoder, prompt: Any, sampling: SamplingParams, done: Sequence[Generation], name: str) -> None:
+    """Writes what the texts' rounds did, without times: nothing runs twice here."""
+    from specdec.trace.record import trace_of
+
+    made = trace_of(decoder, [prompt] * len(done), [sampling.of_choice(number) for number in range(len(done))], done)
+    write_files({name: made.save_html})
 
 
 def _show_logprobs(decoder: SpecDecoder, generation: Generation) -> None:

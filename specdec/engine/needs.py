@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import reduce
+from operator import or_
 from typing import NamedTuple
 
 from specdec.config import SAMPLING_OPTIONS, SamplingParams, changed_options
@@ -29,8 +31,11 @@ class RowChoice(NamedTuple):
         prompt_ids: Sequence[int],
         bad_words: Sequence[Sequence[int]] = (),
         eos_ids: Iterable[int] = (),
+        trees: bool = False,
     ) -> RowChoice:
-        """seed: the caller's, or one that was drawn.  bad_words: those of `sampling` as ids.  eos_ids: the model's own."""
+        """seed: the caller's, or one that was drawn.  bad_words: those of `sampling` as ids.  eos_ids: the model's own.
+        trees: see Needs.
+        """
         bias = dict(sampling.logit_bias or {})
         bias.update((word[0], float("-inf")) for word in bad_words if len(word) == 1)
         phrases = tuple(tuple(word) for word in bad_words if len(word) > 1)
@@ -43,7 +48,7 @@ class RowChoice(NamedTuple):
         others = {"bias": bias, "bad_words": phrases, "ends": ends and sampling.min_tokens}
         steps |= {step for step, value in others.items() if value}
         logprobs = 0 if sampling.logprobs is None else 1 + min(top for top in TOPS if top >= sampling.logprobs)
-        needs = Needs.of(*steps, logprobs=logprobs)
+        needs = Needs.of(*steps, logprobs=logprobs, trees=trees)
         own = {name: getattr(sampling, name) for name, declared in SAMPLING_OPTIONS.items() if declared.column}
         first_end = len(prompt_ids) + sampling.min_tokens
         options = RowOptions.of(**{**own, "seed": seed, "first_end": first_end, "processed": is_processed})
@@ -84,5 +89,4 @@ class BatchNeeds:
 
 def union(needs: Iterable[Needs]) -> Needs:
     """What serves all of them."""
-    needs = (Needs(), *needs)
-    return Needs(frozenset().union(*(each.steps for each in needs)), max(each.logprobs for each in needs))
+    return reduce(or_, needs, Needs())

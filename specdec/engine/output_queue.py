@@ -68,6 +68,6 @@ def joined(chunks: Sequence[Chunk]) -> Chunk:
     ids = [token for chunk in chunks for token in chunk.token_ids]
     origins = [origin for chunk in chunks for origin in chunk.origins]
     sources = [source for chunk in chunks for source in chunk.sources]
-    return Chunk(
-        "".join(chunk.text for chunk in chunks), ids, origins, None if chunks[0].logprobs is None else logprobs, sources
-    )
+    rounds = None if chunks[0].rounds is None else [each for chunk in chunks for each in chunk.rounds or ()]
+    text = "".join(chunk.text for chunk in chunks)
+    return Chunk(text, ids, origins, None if chunks[0].logprobs is None else logprobs, sources, rounds)

@@ -11,7 +11,7 @@ from specdec.config import SamplingParams
 from specdec.engine.chunks import PromptRest
 from specdec.engine.needs import RowChoice
 from specdec.engine.trim import Trimmer
-from specdec.generation import Chunk, Generation, Stats, TokenLogprob
+from specdec.generation import Chunk, Generation, Round, Stats, TokenLogprob, source_name
 from specdec.steps import Emitted, EncoderInput, Grammar, Logprobs, PromptPart
 
 LeftAfter = Callable[[Grammar | None, Sequence[int]], tuple[list[int], str]]
@@ -22,7 +22,7 @@ class Request:
     """A request; two requests are equal only if they are the same object.
 
     origins, sources, logprobs: of the output's tokens: see Generation; no logprobs where the request did not ask for them.
-    source_names: what the bits of Emitted.sources stand for.
+    source_names: what the bits of Emitted.sources stand for.  rounds: see Generation; None where nobody asked for trees.
     left_after: the tokens that a grammar allows after an output (without one, all), and what its library said if it failed
         there; for errors.
     """
@@ -45,9 +45,11 @@ class Request:
     origins: list[int] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    rounds: list[Round] | None = None
     left_after: LeftAfter | None = None
     scope: int = 0  # the key of those whose earlier answers it may be proposed, as they may be this one's; 0: nobody's
     _unread: int = 0
+    _unread_rounds: int = 0
 
     @classmethod
     def new(
@@ -65,13 +67,15 @@ class Request:
         prediction_ids: Sequence[int] | None = None,
         source_names: tuple[str, ...] = ("drafter",),
         scope: int = 0,
+        trees: bool = False,
     ) -> Request:
         """A request that has no output yet.  eos_ids: see Trimmer.  source_names: see the class.
 
-        seed: the caller's, or one that was drawn.  bad_words, prediction_ids: those of `sampling` as ids.
+        seed: the caller's, or one that was drawn.  bad_words, prediction_ids: those of `sampling` as ids.  trees: keep each
+        round's tree.
         """
         output = Trimmer(sampling, eos_ids, decode, prompt_ids, streaming)
-        choice = RowChoice.of(sampling, seed, prompt_ids, bad_words, eos_ids)
+        choice = RowChoice.of(sampling, seed, prompt_ids, bad_words, eos_ids, trees)
         of_drafts = {"prediction": prediction_ids, "sources": sampling.sources}
         if speculate and (steps := [step for step, said in of_drafts.items() if said is not None]):
             choice = choice.with_steps(*steps)
@@ -81,6 +85,7 @@ class Request:
             "prediction_ids": prediction_ids,
             "source_names": source_names,
             "scope": scope,
+            "rounds": [] if trees else None,
         }
         return cls(prompt_ids, sampling, choice, output, speculate, streaming, **more)  # type: ignore[arg-type]
 
@@ -123,6 +128,10 @@ class Request:
     def take_round(self, emitted: Emitted, drafted: int, depths: int) -> None:
         """Takes what one round emitted.  drafted, depths: how many draft tokens and levels the round's tree had."""
         self.stats.count_round(drafted, depths, len(emitted.tokens) - 1)
+        if self.rounds is not None:
+            assert emitted.tree is not None, "a batch with such a request hands out its trees"
+            tree = emitted.tree if drafted else emitted.tree.root  # a row that does not speculate has nobody's drafts
+            self.rounds.append(Round.of(len(self.output.token_ids), len(emitted.tokens) - 1, tree, self.source_names))
         self._take(emitted)
 
     def _take(self, emitted: Emitted) -> None:
@@ -143,7 +152,7 @@ class Request:
 
     def _named(self, bits: int) -> str:
         """The sources of one token.  bits: see Emitted.sources."""
-        return "+".join(name for number, name in enumerate(self.source_names) if bits >> number & 1) or "grammar"
+        return source_name(bits, self.source_names)
 
     def _logprob(self, token: int, numbers: Logprobs) -> TokenLogprob:
         own, *likeliest = numbers.values
@@ -153,9 +162,11 @@ class Request:
     def next_chunk(self) -> Chunk:
         """The tokens and the text that came since the last call."""
         begin, self._unread = self._unread, len(self.output.token_ids)
-        logprobs = None if self.sampling.logprobs is None else self.logprobs[begin:]
+        logprobs, rounds = None if self.sampling.logprobs is None else self.logprobs[begin:], None
+        if self.rounds is not None:
+            rounds, self._unread_rounds = self.rounds[self._unread_rounds :], len(self.rounds)
         ids, new = self.output.token_ids[begin:], slice(begin, self._unread)
-        return Chunk(self.output.new_text(), ids, self.origins[new], logprobs, self.sources[new])
+        return Chunk(self.output.new_text(), ids, self.origins[new], logprobs, self.sources[new], rounds)
 
     def result(self) -> Generation:
         """The finished generation.  RuntimeError, from the request's own error, if the request failed."""
@@ -167,7 +178,7 @@ class Request:
         assert reason is not None, "the request is not finished"
         self.stats.check_identity(len(ids))
         assert len(self.logprobs) in (0, len(ids)) and len(self.origins) == len(self.sources) == len(ids)
-        more = self.origins, logprobs, self.sources, len(self.prediction_ids or ())
+        more = self.origins, logprobs, self.sources, len(self.prediction_ids or ()), self.rounds
         return Generation(self.given_ids, ids, output.text, reason, self.stats, *more)
 
 

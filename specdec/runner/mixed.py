@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from specdec.batch.emitted import EmittedRows, FirstTokens
+from specdec.batch.emitted import FirstTokens, RoundResult
 from specdec.batch.ragged import ChunkShape, RaggedPrompts
 from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
@@ -41,10 +41,9 @@ class MixedKey(NamedTuple):
 
 
 class MixedResult(NamedTuple):
-    """emitted, logprobs_BEY: what the round emitted, see RoundResult.  first: what the chunk did."""
+    """around: what the round emitted.  first: what the chunk did."""
 
-    emitted: EmittedRows
-    logprobs_BEY: Tensor | None
+    around: RoundResult
     first: FirstTokens
 
 
@@ -115,7 +114,7 @@ class MixedRunner:
         sampling = whole.sampling_of(prompts.rows_B, key.chunk_needs)
         first = verifier.first_tokens(logits_BV, prompts, sampling, key.chunk_needs)
         start_prompts(workers, prompts, first, features_TF if key.drafted else None, key.chunk_needs)
-        return MixedResult(result.emitted, result.logprobs_BEY, first)
+        return MixedResult(result, first)
 
 
 def bucket_of(exact: ChunkShape, nodes: int) -> ChunkShape:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from specdec.batch.emitted import read_logprobs
+from specdec.batch.emitted import read_logprobs, read_trees
 from specdec.runner.readback import Readback
 from specdec.steps import Emitted
 
@@ -15,8 +15,8 @@ from specdec.steps import Emitted
 class EmittedPending:
     """What a chunk or a round emits.
 
-    numbers: what tokens are read from, by `read`.  logprobs: rows of `token_logprobs`; None: there are none.
-    ended: see Pending.  begun: the event from before a timed round.
+    numbers: what tokens are read from, by `read`.  logprobs: rows of `token_logprobs`; trees: of `tree_numbers`; None: there
+    are none.  ended: see Pending.  begun: the event from before a timed round.
     """
 
     def __init__(
@@ -27,22 +27,25 @@ class EmittedPending:
         logprobs: Tensor | None,
         ended: Sequence[int] = (),
         begun: Any = None,
+        trees: Tensor | None = None,
     ) -> None:
         self._read, self.ended = read, ended
-        self._logprobs = None if logprobs is None else readback.start(logprobs)
+        besides: list[tuple[str, Tensor | None, Callable[[Tensor], list[Any]]]]
+        besides = [("logprobs", logprobs, read_logprobs), ("tree", trees, read_trees)]
+        self._besides = [(name, readback.start(given), of) for name, given, of in besides if given is not None]
         self._numbers = readback.start(numbers, begun)
         self.done = self._numbers.done  # the event after the step
 
     def read(self) -> list[Emitted]:
         emitted = self._numbers.read(self._read)
-        if self._logprobs is None:
-            return emitted
-        return [row._replace(logprobs=each) for row, each in zip(emitted, self._logprobs.read(read_logprobs), strict=True)]
+        for name, copy, of in self._besides:
+            emitted = [row._replace(**{name: each}) for row, each in zip(emitted, copy.read(of), strict=True)]
+        return emitted
 
     def drop(self) -> None:
         self._numbers.drop()
-        if self._logprobs is not None:
-            self._logprobs.drop()
+        for _, copy, _ in self._besides:
+            copy.drop()
 
     def seconds(self) -> float:
         return self._numbers.seconds()

@@ -201,19 +201,23 @@ class DeviceRunner:
         if self._rehearses and not self.mixed.num_first_uses:
             compile_ahead(lambda: self.mixed.rehearse(state, step), self.device)
         result = self.mixed.run(state, step)
-        emitted = result.emitted
-        around = EmittedPending(self.readback, emitted.numbers_BX, emitted.read, result.logprobs_BEY)
-        return BothPending(around, self._first_tokens(step.chunk, result.first))
+        return BothPending(self._emitted(result.around), self._first_tokens(step.chunk, result.first))
 
     def _round(self, step: steps.RunRound, last_round: Any) -> EmittedPending:
         """last_round: the event after the step before this one, if that was a round."""
         begun = None if not step.timed else self.readback.record_event() if last_round is None else last_round
         result = self._launch_round(step)
         ended = self.grammars.report_ended() if step.needs.grammar else ()
-        emitted = result.emitted
-        pending = EmittedPending(self.readback, emitted.numbers_BX, emitted.read, result.logprobs_BEY, ended, begun)
+        pending = self._emitted(result, ended, begun)
         self._last_round = pending.done
         return pending
+
+    def _emitted(self, result: RoundResult, ended: Sequence[int] = (), begun: Any = None) -> EmittedPending:
+        """What a round emits.  ended, begun: see EmittedPending."""
+        emitted = result.emitted
+        return EmittedPending(
+            self.readback, emitted.numbers_BX, emitted.read, result.logprobs_BEY, ended, begun, result.trees_B5N
+        )
 
     def _launch_round(self, step: steps.RunRound) -> RoundResult:
         state = self._rows_of(step)

@@ -11,6 +11,7 @@ from specdec.checks import nearest_name
 from specdec.serve.endpoints import Endpoints, ReadMetrics
 from specdec.serve.log import CLIENT_GONE
 from specdec.serve.middleware import ENTRY, OPEN_PATHS, RequestMiddleware
+from specdec.serve.page.files import FOLDER, front_page, page_file
 from specdec.serve.state import ServerState
 from specdec.serve.wire.errors import ApiError, ClientGone, ErrorAnswer
 from specdec.serve.wire.fields import CHAT, COMPLETIONS, CORPUS
@@ -36,6 +37,9 @@ def app_of(state: ServerState, read_metrics: ReadMetrics | None = None) -> FastA
         ("/metrics", endpoints.metrics, ["GET"]),
     ):
         app.add_api_route(path, endpoint, methods=methods, response_model=None)
+    if state.options.page:
+        app.add_api_route("/", front_page, methods=["GET", "HEAD"], response_model=None)
+        app.add_api_route(FOLDER + "{name:path}", page_file, methods=["GET", "HEAD"], response_model=None)
     app.add_exception_handler(ApiError, _answer_error)
     app.add_exception_handler(ClientGone, _answer_nobody)
     app.add_exception_handler(HTTPException, _answer_wrong_path)

@@ -44,7 +44,7 @@ def _of_prompt(decoder: SpecDecoder, plan: RequestPlan, index: int, cap: int | N
     if max_tokens is None:
         left = max(1, decoder.longest_output(ids))
         max_tokens = left if cap is None else min(left, cap)
-    how: dict[str, Any] = {"streaming": plan.stream, "cache_salt": plan.cache_salt}
+    how: dict[str, Any] = {"streaming": plan.stream, "trees": plan.return_trees, "cache_salt": plan.cache_salt}
     return [decoder.new_request(ids, plan.sampling_of(choice, max_tokens), name, **how) for choice in range(plan.n)]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specdec.serve.log import CLIENT_GONE, LogEntry
+from specdec.serve.page.files import PATHS
 from specdec.serve.state import ServerState
 from specdec.serve.wire.errors import ErrorAnswer, internal
 
@@ -29,7 +30,7 @@ class RequestMiddleware:
         path = scope["path"].removeprefix(scope.get("root_path", ""))  # as the router sees it
         entry = LogEntry(given or "req-" + secrets.token_hex(12), scope["method"], path)
         scope[ENTRY] = entry
-        is_open = entry.path in OPEN_PATHS
+        is_open = entry.path in OPEN_PATHS or (self._state.options.page and entry.path in PATHS)
 
         async def noted(message: Message) -> None:
             if message["type"] == "http.response.start":

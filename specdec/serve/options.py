@@ -58,6 +58,7 @@ class ServeOptions:
     grace_seconds: int = option(
         30, "after SIGTERM or Ctrl-C, how long requests that run may take to finish", bounds=(0, 24 * 3600)
     )
+    page: bool = option(True, "answer / with a playground, a page that uses this API and holds no caller's data")
     log_prompts: bool = option(False, "write prompts and output texts to the log, which otherwise holds no text of any request")
 
     def __post_init__(self) -> None:

@@ -140,7 +140,7 @@ def test_the_plot_shows_counts_and_spread() -> None:
     """Keeps out: bars from one lucky repeat that look like many, and a figure that doesn't say how much was measured."""
     cell = cell_of()
     figure = plots.draw(measured(cell, replace(cell, batch_size=1)))
-    title, (left, _, right) = " ".join(figure.get_suptitle().split()), figure.axes
+    title, (left, _, right, _) = " ".join(figure.get_suptitle().split()), figure.axes
     assert "17 prompts, at most 9 output tokens each, greedy; 3 timed repeats" in title and "whiskers" in title
     assert "36 output tokens timed a bar" in left.get_xlabel()
     spreads = [
@@ -158,7 +158,7 @@ def test_the_plot_shows_counts_and_spread() -> None:
 def test_the_plot_says_which_baseline_is_noise_and_shows_phases() -> None:
     """Keeps out: two grey bars for one thing, of which nobody knows why they differ; and a round that is one number."""
     first, second = cell_of(), replace(cell_of(([3.0, 2.4, 2.0], [1.0, 0.5, 0.8])), spec=(1, 1, 2))
-    speed, phases, _ = plots.draw(measured(first, second)).axes
+    speed, phases, *_ = plots.draw(measured(first, second)).axes
     rates = [*first.baseline.rates, *second.baseline.rates]
     (band,) = (each for each in speed.collections if each.get_label().startswith("noise: all passes of plain decoding"))
     heights = [y for _, y in band.get_paths()[0].vertices]

@@ -21,9 +21,6 @@ def test_the_picture_is_what_happens() -> None:
     assert script.PICTURE.read_text() == script.draw(shown), "make it again: .venv/bin/python scripts/draw_round"
 
 
-def test_a_path_is_followed_as_far_as_it_was_foreseen() -> None:
-    """Keeps out: a node that is green because its token was written elsewhere, or below another node."""
-    tokens, parents = [9, 5, 6, 7, 7], [0, 0, 0, 1, 2]  # 5 and 6 below the root, and a 7 below each
-    assert script.follow(tokens, parents, [9, 6, 7, 8]) == [0, 2, 4]
-    assert script.follow(tokens, parents, [9, 7, 6]) == [0] and script.follow(tokens, parents, [9, 5]) == [0, 1]
-    assert script.lay_out(parents) == [(0, 0), (1, 0), (1, 1), (2, 0), (2, 1)]
+def test_nodes_stand_by_level() -> None:
+    """Keeps out: two nodes in one place, a child in its parent's column."""
+    assert script.lay_out([0, 0, 0, 1, 2]) == [(0, 0), (1, 0), (1, 1), (2, 0), (2, 1)]

@@ -29,10 +29,10 @@ class CountedTicket:
 
 
 def test_all_copies_are_given_back() -> None:
-    """Keeps out: pinned memory of log-probabilities that is lost whenever a step that emits them is dropped."""
-    tickets, numbers, logprobs = Tickets(), torch.zeros(4), torch.zeros(2, 3)
-    for some in (None, logprobs):
-        pending = EmittedPending(tickets, numbers, lambda _: [], some)  # type: ignore[arg-type]
-        assert len(tickets.open) == (1 if some is None else 2)
+    """Keeps out: pinned memory of log-probabilities or trees that is lost whenever a step that emits them is dropped."""
+    tickets, numbers, logprobs, trees = Tickets(), torch.zeros(4), torch.zeros(2, 3), torch.zeros(2, 4, 5)
+    for besides in ((None, None), (logprobs, None), (None, trees), (logprobs, trees)):
+        pending = EmittedPending(tickets, numbers, lambda _: [], besides[0], trees=besides[1])  # type: ignore[arg-type]
+        assert len(tickets.open) == 3 - besides.count(None)
         pending.drop()
         assert not tickets.open

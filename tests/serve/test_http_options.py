@@ -63,6 +63,7 @@ OTHERS = {
     "top_logprobs": "_chat_logprobs", "response_format": "grammar_of",
     "structured_outputs": "grammar_of", "return_origins": "read_plan",
     "cache_salt": "read_plan",
+    "return_trees": "read_plan",
 }  # fmt: skip
 # Of each field of SamplingParams: fields of a body, and the value that they give it, which is not its default.
 ASKED: dict[str, tuple[dict[str, Any], Any]] = {

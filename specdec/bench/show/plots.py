@@ -1,4 +1,6 @@
-"""One figure of a finished measurement: speed of both sides, phases of a round, acceptance by depth.  Needs matplotlib."""
+"""One figure of a finished measurement: speed of both sides, phases of a round, acceptance by depth, and what a round gives for
+what it costs.  Bars differ by hatches too, for readers who see or print no colours.  Needs matplotlib.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ BASELINE_COLOUR, NOISE_COLOUR = "#999999", "#dddddd"
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")  # Okabe and Ito: safe for colour-blind readers
 PHASE_COLOURS = ("#9AD0F3", "#0072B2", "#004165", "#E69F00", "#cccccc")
 MARKERS = "osD^vP"
-SIDE_INCHES, BAR_INCHES, ACCEPTANCE_INCHES, HEIGHT_INCHES = 3.2, 0.4, 4.6, 5.4
+HATCHES, PHASE_HATCHES = ("", "//", "\\\\", "xx", "..", "--"), ("", "//", "", "..", "xx")
+SIDE_INCHES, BAR_INCHES, LINES_INCHES, HEIGHT_INCHES = 3.2, 0.4, 4.6, 10.2
 TITLE_CHARACTERS_PER_INCH = 11
 
 
@@ -32,21 +35,27 @@ def require(path: Path) -> None:
 
 
 def draw(measurement: Measurement) -> Any:
-    """The figure: bars of tok/s, a round's milliseconds by phase, and acceptance by depth; what ran in the title."""
+    """The figure: bars of tok/s, a round's milliseconds by phase, acceptance by depth, and tokens of a round against its cost;
+    what ran in the title.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     cells = measurement.cells
-    widths = SIDE_INCHES + BAR_INCHES * 2 * len(cells), SIDE_INCHES + BAR_INCHES * len(cells), ACCEPTANCE_INCHES
+    widths = (
+        max(LINES_INCHES, SIDE_INCHES + BAR_INCHES * 2 * len(cells)),
+        max(LINES_INCHES, SIDE_INCHES + BAR_INCHES * len(cells)),
+    )
     figure = Figure(figsize=(sum(widths), HEIGHT_INCHES), layout="constrained", dpi=150)
     FigureCanvasAgg(figure)
     figure.suptitle(_title(measurement, int(sum(widths) * TITLE_CHARACTERS_PER_INCH)), fontsize=10)
     if cells:
-        speed, phases, acceptance = figure.subplots(1, 3, width_ratios=widths)
+        (speed, phases), (acceptance, worth) = figure.subplots(2, 2, width_ratios=widths)
         tag = tag_of(measurement)
         _speed(speed, measurement, tag)
         _phases(phases, measurement, tag)
         _acceptance(acceptance, cells, tag)
+        _worth(worth, cells, tag)
     return figure
 
 
@@ -81,7 +90,7 @@ def _speed(axes: Any, measurement: Measurement, tag: str) -> None:
         label = "" if cell.name in named else f"specdec, S,k,nd = {cell.name}"
         again = ", measured again for each shape" if len(names) > 1 else ""
         _bar(axes, x, cell.baseline.rates, width, BASELINE_COLOUR, "" if named else f"plain decoding{again}")
-        _bar(axes, x + width, cell.speculative.rates, width, COLOURS[i % len(COLOURS)], label)
+        _bar(axes, x + width, cell.speculative.rates, width, COLOURS[i % len(COLOURS)], label, HATCHES[i % len(HATCHES)])
         named.add(cell.name)
         wrong = {"DIVERGED": "outputs\ndiffer", "EMPTY": "outputs\nempty"}
         note = wrong.get(cell.outputs.verdict, f"{cell.speed_up or 0:.2f}x")
@@ -112,15 +121,16 @@ def _phases(axes: Any, measurement: Measurement, tag: str) -> None:
             labels.append(f"plain, batch {cell.batch_size}")
             at += 1
         bottom = 0.0
-        for name, colour in zip(names, PHASE_COLOURS, strict=False):
+        for name, colour, hatch in zip(names, PHASE_COLOURS, PHASE_HATCHES, strict=False):
             ms = max(0.0, cell.speculative.phases.ms(name))
-            axes.bar(at, ms, 0.8, bottom=bottom, color=colour, label=name if len(places) == 1 else "_")
+            label = name if len(places) == 1 else "_"
+            axes.bar(at, ms, 0.8, bottom=bottom, color=colour, hatch=hatch, edgecolor="white", lw=0, label=label)
             bottom += ms
         _note(axes, f"{cell.speculative.counters.accept_length:.2f}", at, bottom)
         places.append(at)
         labels.append(f"{cell.name}, batch {cell.batch_size}")
         at += 1
-    axes.set_xticks(places, labels, rotation=50, ha="right", rotation_mode="anchor", fontsize=7)
+    axes.set_xticks(places, labels, rotation=50, ha="right", rotation_mode="anchor", fontsize=8)
     axes.set_ylabel("milliseconds, each phase waited for")
     axes.set_title(f"{tag}A step, and a round by phase\n(the numbers: tokens that a round gives a sequence)", fontsize=10)
     axes.margins(y=0.25)  # room for the legend
@@ -133,11 +143,12 @@ def _note(axes: Any, text: str, x: float, top: float) -> None:
     axes.annotate(text, (x, top), (0, 4), textcoords="offset points", ha="center", va="bottom", fontsize=8)
 
 
-def _bar(axes: Any, x: float, rates: list[float], width: float, colour: str, label: str) -> None:
+def _bar(axes: Any, x: float, rates: list[float], width: float, colour: str, label: str, hatch: str = "") -> None:
     """The repeats' median, and whiskers to their extremes."""
     middle = median(rates)
     spread = [[middle - min(rates)], [max(rates) - middle]] if len(rates) > 1 else None
-    axes.bar(x, middle, width * 0.92, color=colour, label=label or "_", yerr=spread, capsize=3, error_kw={"elinewidth": 1})
+    style = {"color": colour, "hatch": hatch, "edgecolor": "white", "lw": 0, "label": label or "_"}
+    axes.bar(x, middle, width * 0.92, yerr=spread, capsize=3, error_kw={"elinewidth": 1}, **style)
 
 
 def _acceptance(axes: Any, cells: list[Cell], tag: str) -> None:
@@ -156,6 +167,32 @@ def _acceptance(axes: Any, cells: list[Cell], tag: str) -> None:
     axes.set_title(f"{tag}Acceptance by depth, batch size {smallest}", fontsize=10)
     _clean(axes)
     _legend_below(axes, 1)
+
+
+def _worth(axes: Any, cells: list[Cell], tag: str) -> None:
+    """A point for each cell: tokens that a round gives a sequence, against what it costs in plain steps.
+
+    Above the line on which both are equal, speculation is the faster one while the batch stays full.
+    """
+    names, most = list(dict.fromkeys(cell.name for cell in cells)), 1.0
+    for cell in cells:
+        i, step = names.index(cell.name), cell.baseline.phases.ms_per_round
+        if not step:
+            continue
+        cost, tokens = cell.speculative.phases.ms_per_round / step, cell.speculative.counters.accept_length
+        style = {"marker": MARKERS[i % len(MARKERS)], "color": COLOURS[i % len(COLOURS)], "ls": ""}
+        axes.plot([cost], [tokens], label=cell.name if cell is next(c for c in cells if c.name == cell.name) else "_", **style)
+        axes.annotate(f"batch {cell.batch_size}", (cost, tokens), (6, -3), textcoords="offset points", fontsize=8)
+        most = max(most, cost, tokens)
+    edge = 1.15 * most
+    axes.plot([0, edge], [0, edge], color="#444444", ls="--", lw=1, label="break even")
+    axes.set_xlim(0, edge)
+    axes.set_ylim(0, edge)
+    axes.set_xlabel("cost of a round, in plain steps of the same batch")
+    axes.set_ylabel("tokens that a round gives a sequence")
+    axes.set_title(f"{tag}What a round gives for what it costs\n(above the line speculation is faster)", fontsize=10)
+    _clean(axes)
+    _legend_below(axes, 2)
 
 
 def _legend_below(axes: Any, columns: int) -> None:

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from specdec.bench.measurement import Measurement
 from specdec.bench.show.advice import advice
+from specdec.bench.show.bars import print_bars
 from specdec.bench.show.budget_report import print_budgets
 from specdec.bench.show.details import plain_table, print_details, speed_table
 from specdec.bench.show.legend import print_legend
@@ -52,6 +53,7 @@ def _print_table(measurement: Measurement, console: Console) -> None:
     """What ran, and how fast."""
     if measurement.cells:
         speed_table(measurement.cells, predicted=False).print(console)
+        print_bars(measurement.cells, console)
     if measurement.plain_cells:
         plain_table(measurement.plain_cells, with_memory=False).print(console)
     console.print()

@@ -9,46 +9,18 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from itertools import groupby
 from operator import itemgetter
 from typing import cast
 
-from specdec.engine.detokenize import Decode, Detokenizer
+from specdec.engine.detokenize import Decode
 from specdec.generation import Chunk, Generation
+from specdec.trace.pieces import TokenPieces
 
 MAX_SHOWN_PROMPT = 2000  # characters of a prompt that are shown
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but the tab and the end of a line
 DRAFTED, OWN, PROMPT = "32", "35", "2"  # green, magenta, dim: as parameters of the sequence that selects them
-
-
-class TokenPieces:
-    """Cuts the text of a stream into the texts of its tokens.
-
-    A token's text is what becomes certain with it.  So a character that several tokens make belongs to the last of them, and so
-    do the bytes at the end that make none.
-
-    decode: turns ids into text.  prompt_ids: what the stream continues.
-    """
-
-    def __init__(self, decode: Decode, prompt_ids: Sequence[int]) -> None:
-        self._detokenizer = Detokenizer(decode, prompt_ids)
-        self._unshown: deque[tuple[int, int]] = deque()  # characters of tokens that the stream holds back, and their origins
-        self._last = 0
-
-    def of(self, chunk: Chunk) -> Iterator[tuple[str, int]]:
-        """The pieces of the stream's next chunk, each with the origin of its token."""
-        for token, self._last in zip(chunk.token_ids, chunk.origins, strict=True):
-            self._unshown.append((len(self._detokenizer.add(token)), self._last))
-        text = chunk.text
-        while text:
-            size, origin = self._unshown.popleft() if self._unshown else (len(text), self._last)
-            if size > len(text):
-                self._unshown.appendleft((size - len(text), origin))
-            if size:
-                yield text[:size], origin
-            text = text[size:]
 
 
 class Screen:
@@ -105,8 +77,8 @@ class Screen:
     def _begin(self) -> None:
         """Shows the prompt of the next text, and before the first one what colours mean."""
         if self._pieces is None and self._has_colours and not self._is_plain and sys.stderr.isatty():
-            drafted, own = _painted("accepted drafts", DRAFTED), _painted("the target's own", OWN)
-            print(f"{_painted('colours:', PROMPT)} {drafted}, {own}", file=sys.stderr, flush=True)
+            drafted, own = painted("accepted drafts", DRAFTED), painted("the target's own", OWN)
+            print(f"{painted('colours:', PROMPT)} {drafted}, {own}", file=sys.stderr, flush=True)
         self._pieces = TokenPieces(self._decode, self._prompt_ids)
         left_out = len(self._prompt) - MAX_SHOWN_PROMPT
         shown = self._prompt if left_out <= 0 else f"[{left_out:,} characters] ...{self._prompt[-MAX_SHOWN_PROMPT:]}"
@@ -130,7 +102,7 @@ class Screen:
         """Writes text that can't command the terminal.  What its encoding lacks is written as an escape, too."""
         encoding = sys.stdout.encoding or "utf-8"
         text = harmless(text).encode(encoding, "backslashreplace").decode(encoding)
-        print(_painted(text, colour) if colour and self._has_colours else text, end="", flush=True)
+        print(painted(text, colour) if colour and self._has_colours else text, end="", flush=True)
 
 
 def has_colours() -> bool:
@@ -146,7 +118,7 @@ def harmless(text: str) -> str:
     return CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
-def _painted(text: str, colour: str) -> str:
+def painted(text: str, colour: str) -> str:
     """The text in a colour, and nothing after it: whoever interrupts the program keeps their own."""
     return f"\x1b[{colour}m{text}\x1b[0m" if text else ""
 

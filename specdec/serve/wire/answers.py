@@ -12,6 +12,7 @@ from specdec.generation import Chunk, FinishReason, Generation
 from specdec.serve.wire.errors import ApiError, json_bytes
 from specdec.serve.wire.logprobs import Piece, chat_logprobs, completion_logprobs
 from specdec.serve.wire.requests import RequestPlan
+from specdec.trace.trace import round_as_json
 
 FINISH_REASONS: dict[FinishReason, str] = {"eos": "stop", "stop": "stop", "length": "length"}
 DONE = b"data: [DONE]\n\n"
@@ -85,7 +86,7 @@ class ChunkWriter:
 
     def chunk(self, index: int, chunk: Chunk) -> bytes:
         """A piece of a choice's text; nothing where there is none yet, unless something is said of its tokens."""
-        if chunk.logprobs or (self._plan.return_origins and chunk.origins):
+        if chunk.logprobs or ((self._plan.return_origins or self._plan.return_trees) and chunk.origins):
             said = _said_of(chunk, self._plan, self._piece, self._offsets[index])
             self._offsets[index] += sum(len(self._piece(each.token)) for each in chunk.logprobs or ())
             if not self._has_begun[index]:
@@ -137,7 +138,27 @@ def _said_of(tokens: Generation | Chunk, plan: RequestPlan, piece: Piece, offset
     if tokens.logprobs is not None:
         known = tokens.logprobs
         logprobs = chat_logprobs(known, piece) if plan.is_chat else completion_logprobs(known, piece, offset)
-    return {"logprobs": logprobs, **({"origins": tokens.origins, "sources": tokens.sources} if plan.return_origins else {})}
+    said: dict[str, Any] = {"logprobs": logprobs}
+    if plan.return_origins:
+        said |= {"origins": tokens.origins, "sources": tokens.sources}
+    if plan.return_trees:
+        said["specdec"] = speculation_of(tokens, piece)
+    return said
+
+
+def speculation_of(tokens: Generation | Chunk, piece: Piece) -> dict[str, Any]:
+    """What `return_trees` asks for, an extension: of each token its piece and origin, and the rounds with their trees.
+
+    texts: the pieces of all tokens that occur in the trees, by id.  The rest is as in docs/TRACE.md.
+    """
+    rounds = tokens.rounds or []
+    ids = {token for each in rounds for token in (*each.tree.tokens, *each.tree.chosen) if token >= 0}
+    return {
+        "pieces": [piece(token) for token in tokens.token_ids],
+        "origins": tokens.origins,
+        "rounds": [round_as_json(each) for each in rounds],
+        "texts": {str(token): piece(token) for token in sorted(ids)},
+    }
 
 
 def error_event(error: ApiError) -> bytes:

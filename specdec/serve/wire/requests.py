@@ -39,6 +39,7 @@ class RequestPlan:
     grammar_field: str = ""  # the field that says what the text must be
     return_origins: bool = False  # say of each token where it came from
     cache_salt: str | None = None  # of requests to which each other's answers may be proposed
+    return_trees: bool = False  # say what each round drafted, too
 
     @property
     def choices(self) -> int:
@@ -83,6 +84,7 @@ def read_plan(body: dict[str, Any], path: str, model_name: str, max_tokens_cap: 
         grammar_field=next((name for name in GRAMMAR_FIELDS if name in values), ""),
         return_origins=_checked("return_origins", require_bool, values.get("return_origins", False), False),
         cache_salt=_checked("cache_salt", require_text, values["cache_salt"]) if "cache_salt" in values else None,
+        return_trees=_checked("return_trees", require_bool, values.get("return_trees", False), False),
     )
 
 

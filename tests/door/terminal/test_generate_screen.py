@@ -27,9 +27,10 @@ from toolkit.models import save_eagle3, save_target
 from toolkit.oracles.encoder_decoders import save_encoder_decoder, save_head
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder, cli, shipped
-from specdec.cli.terminal.screen import CONTROLS, DRAFTED, OWN, PROMPT, Screen, TokenPieces, harmless
+from specdec.cli.terminal.screen import CONTROLS, DRAFTED, OWN, PROMPT, Screen, harmless
 from specdec.generation import Generation
 from specdec.steps import Emitted
+from specdec.trace.pieces import TokenPieces
 
 PAINTED = re.compile(r"\x1b\[(\d+)m(.*?)\x1b\[0m", re.S)
 LEGEND = "\x1b[2mcolours:\x1b[0m \x1b[32maccepted drafts\x1b[0m, \x1b[35mthe target's own\x1b[0m\n"

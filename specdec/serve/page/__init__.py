@@ -1,0 +1,1 @@
+"""The playground at /: a page that uses the public API alone."""

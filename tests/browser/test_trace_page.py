@@ -1,0 +1,78 @@
+"""The page of a trace, in a real browser."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from toolkit.traces import HOSTILE, drawn_trace
+
+from specdec.trace.html import as_html
+from specdec.trace.trace import Trace
+
+NODES = """[...document.querySelectorAll('#tree .node')].map((node) => [Number(node.dataset.node), Number(node.dataset.token),
+  node.classList[1]])"""
+
+
+def saved(trace: Trace, folder: Path) -> str:
+    (folder / "trace.html").write_text(as_html(trace), encoding="utf-8")
+    return (folder / "trace.html").as_uri()
+
+
+def wanted(round_: Any) -> list[list[Any]]:
+    """What the drawing of a round holds: the nodes, and the target's own token after the path."""
+    tree, path = round_.tree, round_.path
+    kinds = ["root" if not n else "accepted" if n in path else "rejected" for n in range(len(tree.tokens))]
+    return [*map(list, zip(range(len(kinds)), tree.tokens, kinds, strict=True)), [len(kinds), tree.chosen[path[-1]], "own"]]
+
+
+def test_arrow_keys_step_through_the_trees_of_the_json(tmp_path: Path, open_page: Callable[..., Any]) -> None:
+    """Keeps out: nodes, kinds or rounds that the data does not hold, keys that do nothing, an error on the console."""
+    trace = drawn_trace(random.Random(4), 2)
+    page = open_page(saved(trace, tmp_path))
+    rounds = trace.texts[0].rounds
+    for each in rounds:
+        assert page.evaluate(NODES) == wanted(each)
+        page.keyboard.press("ArrowRight")
+    assert page.input_value("#round") == str(len(rounds))  # the last one stays
+    page.keyboard.press("Home")
+    assert page.evaluate(NODES) == wanted(rounds[0])
+    page.keyboard.press("End")
+    assert page.evaluate(NODES) == wanted(rounds[-1])
+    page.select_option("#texts", "1")
+    assert page.evaluate(NODES) == wanted(trace.texts[1].rounds[0])
+    page.locator(f"#along [data-bar='{len(trace.texts[1].rounds) - 1}']").click()
+    assert page.evaluate(NODES) == wanted(trace.texts[1].rounds[-1])
+
+
+def test_the_page_holds_what_the_json_holds(tmp_path: Path, open_page: Callable[..., Any]) -> None:
+    """Keeps out: a text whose pieces are lost, hidden or in another order."""
+    trace = drawn_trace(random.Random(6), 1)
+    page = open_page(saved(trace, tmp_path))
+    text = trace.texts[0]
+    assert page.evaluate("[...document.querySelectorAll('#text span')].map((span) => span.textContent)") == [
+        text.prompt,
+        *text.pieces,
+    ]
+    assert json.loads(page.evaluate("document.getElementById('data').textContent")) == json.loads(trace.as_json())
+
+
+@pytest.mark.parametrize("hostile", range(len(HOSTILE)))
+def test_hostile_texts_stay_texts(tmp_path: Path, open_page: Callable[..., Any], hostile: int) -> None:
+    """Keeps out: a script in a prompt that runs, an element that it makes, a page wider than its window."""
+    made = drawn_trace(random.Random(hostile), 2)
+    texts = [replace(text, prompt=HOSTILE[hostile], pieces=[HOSTILE[hostile]] * len(text.pieces)) for text in made.texts]
+    trace = replace(
+        made, texts=texts, about={HOSTILE[hostile]: HOSTILE[hostile]}, pieces=dict.fromkeys(made.pieces, HOSTILE[hostile])
+    )
+    for width, scheme in ((390, "dark"), (1600, "light")):
+        page = open_page(saved(trace, tmp_path), width, 700, scheme)
+        page.keyboard.press("ArrowRight")
+        assert page.evaluate("document.querySelectorAll('script, b, img, iframe').length") == 2
+        assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+        assert page.text_content("#text .prompt") == HOSTILE[hostile]

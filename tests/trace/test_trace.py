@@ -1,0 +1,143 @@
+"""Traces as data, as a page and as text."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from toolkit.traces import drawn_trace
+
+from specdec import SamplingParams, SpecConfig, SpecDecoder, shipped
+from specdec.generation import Round
+from specdec.steps import NodeTable
+from specdec.trace.as_text import as_text
+from specdec.trace.html import as_html
+from specdec.trace.trace import Trace, TracedText
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Iterator[SpecDecoder]:
+    settings: dict[str, Any] = {"device": "cpu", "max_batch_size": 4, "max_seq_len": 128, "smoke": False}
+    with SpecDecoder.from_pretrained(shipped.target_folder(), shipped.draft_folder(), SpecConfig(5, 4, 16), **settings) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def trace(decoder: SpecDecoder) -> Trace:
+    return decoder.trace(["Once upon a time", [1, 403, 407]], SamplingParams(max_tokens=24, temperature=0.8))
+
+
+def test_pieces_are_the_text(trace: Trace, decoder: SpecDecoder) -> None:
+    """Keeps out: a page that shows another text than the decoder wrote, a seed that the second run does not have."""
+    first = trace.texts[0]
+    assert first.prompt + first.text == decoder.tokenizer.decode([*decoder.encode(first.prompt), *first.tokens])
+    assert len(first.times) == len(first.rounds) and not trace.texts[1].times
+    assert all(
+        {*each.phases} == {"draft", "verify", "extend"} and each.wall >= sum(each.phases.values()) for each in first.times
+    )
+
+
+def test_json_keeps_all() -> None:
+    """Keeps out: what is lost or changed on the way into a file and back."""
+    for seed in range(20):
+        made = drawn_trace(random.Random(seed), 3)
+        again = Trace.from_json(made.as_json())
+        assert again.as_json() == made.as_json() and again.pieces == made.pieces and again.about == made.about
+        for one, other in zip(again.texts, made.texts, strict=True):
+            assert [each.sources for each in one.rounds] == [each.sources for each in other.rounds]
+            assert [each.tree[:4] for each in one.rounds] == [each.tree[:4] for each in other.rounds]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda held: held.pop("format"), "is no trace"),
+        (lambda held: held.update(version=2), "version 2"),
+        (lambda held: held.pop("texts"), "'texts' is missing"),
+        (lambda held: held["texts"][0].update(tokens="abc"), "whole numbers"),
+        (lambda held: held["texts"][0]["pieces"].pop(), "differ in length"),
+        (lambda held: held["texts"][0].update(finish="soon"), "finish"),
+        (lambda held: held["texts"][0]["rounds"][0]["parents"].append(0), "columns differ"),
+        (lambda held: held["texts"][0]["rounds"][0].update(accepted=99), "outside of its text"),
+        (lambda held: held["texts"][0]["rounds"][0]["chosen"].__setitem__(0, 999_999), "did not choose"),
+        (lambda held: held["texts"][0]["rounds"][0]["parents"].__setitem__(1, 5), "comes too late"),
+        (lambda held: held["texts"][0]["rounds"][0]["scores"].__setitem__(1, "high"), "a number"),
+    ],
+)
+def test_damaged_json_is_named(trace: Trace, change: Any, said: str) -> None:
+    """Keeps out: a page without its tree, or a script's error, in place of what is wrong with the file."""
+    held = json.loads(trace.as_json())
+    change(held)
+    with pytest.raises(ValueError, match=said):
+        Trace.from_json(json.dumps(held), "x.json")
+
+
+class Elements(HTMLParser):
+    """The names of all elements, and the texts of scripts."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.names, self.scripts = list[str](), list[str]()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.names.append(tag)
+
+    def handle_data(self, data: str) -> None:
+        if self.names and self.names[-1] == "script":
+            self.scripts.append(data)
+
+
+def test_texts_stay_texts_in_the_page(trace: Trace) -> None:
+    """Keeps out: a prompt that ends the script's element, brings elements of its own, or is taken for a mark of the page."""
+    usual, page = Elements(as_html(trace)), as_html(drawn_trace(random.Random(1), 4))
+    found = Elements(page)
+    assert found.names == usual.names and found.names.count("script") == 2
+    assert json.loads(found.scripts[0]) == json.loads(drawn_trace(random.Random(1), 4).as_json())
+    assert "http://" not in page.replace("http://www.w3.org/2000/svg", "") and "https://" not in page
+
+
+def test_two_thousand_tokens_are_less_than_3_mb(tmp_path: Path) -> None:
+    """Keeps out: a page too large to send, also where each of 60 nodes of each round was rejected."""
+    chance = random.Random(3)
+    tree = NodeTable(
+        [chance.randrange(90_000, 99_999) for _ in range(60)],
+        [max(0, n - 1) for n in range(60)],
+        [chance.randrange(10_000, 89_999) for _ in range(60)],
+        [-3.142] * 60,
+        [0] * 60,
+    )
+    rounds = [Round(n, 0, tree) for n in range(1, 2000)]
+    text = TracedText("a prompt", 2, [12_345] * 2000, [" word"] * 2000, [0] * 2000, "length", rounds)
+    Trace({}, {n: " word" for n in {*tree.tokens, *tree.chosen}}, [text]).save_html(tmp_path / "page.html")
+    assert (tmp_path / "page.html").stat().st_size < 3_000_000
+
+
+def test_every_node_has_its_line() -> None:
+    """Keeps out: a branch that is left out or stands under another parent, by reading the lines back."""
+    for seed in range(30):
+        made = drawn_trace(random.Random(seed), 1)
+        made.pieces.update({n: f"t{n}" for n in range(120)})
+        lines, text = list(as_text(made)), made.texts[0]
+        starts = [i for i, line in enumerate(lines) if line.startswith("round ")]
+        for each, begin, end in zip(text.rounds, starts, [*starts[1:], len(lines)], strict=True):
+            tree, above, found = each.tree, list[str](), list[tuple[int, str, str]]()
+            for line in lines[begin + 1 : end]:
+                name = line.lstrip("\u2502\u251c\u2514\u2500 ")
+                if not name:
+                    continue
+                depth = (len(line) - len(name)) // 3
+                above = [*above[:depth], name.split("'")[1]]
+                found.append((depth, name.split("'")[1], above[depth - 1] if depth else ""))
+            depths = [0]
+            for n in range(1, len(tree.tokens)):
+                depths.append(depths[tree.parents[n]] + 1)
+            end_node = each.path[-1]
+            wanted = [(depths[n], f"t{t}", f"t{tree.tokens[tree.parents[n]]}" if n else "") for n, t in enumerate(tree.tokens)]
+            wanted.append((depths[end_node] + 1, f"t{tree.chosen[end_node]}", f"t{tree.tokens[end_node]}"))
+            assert sorted(found) == sorted(wanted)
