@@ -56,7 +56,7 @@ def _delta(chance: random.Random) -> Changes:
 
 def _qwen_next(chance: random.Random) -> Changes:
     changes = _delta(chance)
-    return changes | dict(mlp_only_layers=[i for i in range(changes["num_hidden_layers"]) if chance.random() < 0.3])
+    return changes | dict(mlp_only_layers=[i for i in range(1, changes["num_hidden_layers"] - 1) if chance.random() < 0.3])
 
 
 def _olmo(chance: random.Random) -> Changes:

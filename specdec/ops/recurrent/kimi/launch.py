@@ -67,7 +67,11 @@ def kimi_tiles(sequences: int, nodes: int, heads: int) -> KimiTiles:
 
 
 def kimi_hopper_tiles(sequences: int, nodes: int, heads: int) -> KimiHopperTiles:
-    """The fastest of those that benchmarks/layers/recurrent.py tries, on an H200."""
+    """The fastest of those that benchmarks/layers/recurrent.py tries, on an H200.
+
+    32 rows of 32 nodes take 117 us: 92 without the substitution, 88 if no state is read, 105 if none is written or no keys and
+    decays are, 114 without the pairs.
+    """
     is_crowded = sequences * heads > 132  # programs, for as many SMs
     return KimiHopperTiles(8, 128, True) if is_crowded and nodes <= 32 else KimiHopperTiles()
 

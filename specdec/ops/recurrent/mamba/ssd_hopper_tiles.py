@@ -25,20 +25,20 @@ class SsdHopperTiles(NamedTuple):
     fewer registers do.
     at_once: whether the wait comes before the pending path is added, so that everything is loaded at once.  It is for passes of
     more programs than fit on a GPU, of which only the first ones have anything to wait for.
-    shared: the state goes through shared memory into products, so that it comes and goes in whole lines.  slices is 0 then.
     """
 
     registers: int = 0
     slices: int = 0
     at_once: bool = False
-    shared: bool = False
 
 
 def ssd_hopper_tiles(sequences: int, nodes: int, heads: int, width: int) -> SsdHopperTiles:
     """The fastest of those that benchmarks/layers/recurrent.py tries, on an H200.  width: of values.
 
     Microseconds at Nemotron-3-Nano's widths, and what their bytes take: 1 row of 6 nodes 3.5 (1.1), of 32 4.3 (1.4), 8 rows of
-    32 nodes 17 (11), 32 rows of 6 nodes 48 (34), of 32 62 (45), of 60 90 (58).
+    32 nodes 17 (11), 32 rows of 6 nodes 48 (34), of 32 58 (45), of 60 83 (58).  Of those 58, 57 are left without products and
+    outputs, 46 if no state is written, 44 if none is read: all that matters is how states come and go, and in whole
+    lines, through shared memory, they did not come faster (59).
     """
     if sequences * heads * width // 64 <= 4 * 132:  # programs: about as many as an H200 runs in two turns
         return SsdHopperTiles()

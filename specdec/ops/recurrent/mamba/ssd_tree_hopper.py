@@ -49,14 +49,11 @@ from specdec.ops.recurrent.states import RuleStates, TreeSteps
 from specdec.ops.recurrent.trees.nodes_hopper import ancestors, nodes_above, nodes_layout, store_keys
 from specdec.ops.recurrent.trees.state_hopper import (
     as_operand,
-    high_bits,
     path_nodes,
     pieces_of,
     places,
-    rows_layout,
     state_pointers,
     states_layout,
-    store_operand,
     with_path,
 )
 
@@ -76,14 +73,14 @@ def ssd_tree_hopper_kernel(
     out,  # [B * N, H, V]
     stride_y, stride_dt, stride_state, stride_k, stride_u, stride_decay,
     N: gl.constexpr, E: gl.constexpr, G: gl.constexpr, H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, STEPS: gl.constexpr,
-    CHAIN: gl.constexpr, P: gl.constexpr, GROUP: gl.constexpr, SLICES: gl.constexpr, AT_ONCE: gl.constexpr,
-    SHARED: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
+    CHAIN: gl.constexpr, P: gl.constexpr, GROUP: gl.constexpr, SLICES: gl.constexpr, AT_ONCE: gl.constexpr, PDL: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     BLOCK_V: gl.constexpr = 16 * num_warps
     BLOCKS: gl.constexpr = V // BLOCK_V
     row, h, first_v = gl.program_id(1).to(gl.int64), gl.program_id(0) // BLOCKS, gl.program_id(0) % BLOCKS * BLOCK_V
     g, own_v, own_y, own_dt = h // (H // G), h * V + first_v, y + row * N * stride_y, dt + row * N * stride_dt + h
-    states: gl.constexpr = rows_layout(num_warps) if SHARED else states_layout(num_warps)
+    states: gl.constexpr = states_layout(num_warps)
     values: gl.constexpr = states_layout(num_warps, P)
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [num_warps, 1], [1, 0])
     nodes: gl.constexpr = nodes_layout(P, num_warps)
@@ -111,15 +108,7 @@ def ssd_tree_hopper_kernel(
         state_SKV, from_k, from_u, from_decay, path, accepted_nodes, accepted, E, G, H, K, V, GROUP, states, num_warps
     )
     bits_P, above = ancestors(above_P, STEPS, P, num_warps)
-    if SHARED:
-        tiled: gl.constexpr = gl.NVMMASharedLayout(min(128, 2 * BLOCK_V), 16, 2)
-        high_smem = gl.allocate_shared_memory(gl.bfloat16, [K, BLOCK_V], tiled)
-        low_smem = gl.allocate_shared_memory(gl.bfloat16, [K, BLOCK_V], tiled)
-        high_SKV = high_bits(state_SKV)
-        store_operand(high_SKV, high_smem, num_warps)
-        store_operand(state_SKV - high_SKV, low_smem, num_warps)
-        parts = high_smem.permute((1, 0)), low_smem.permute((1, 0))
-    elif SLICES == 0:
+    if SLICES == 0:
         parts = two_parts(state_SKV, of_state, num_warps)
     if not AT_ONCE:
         if PDL:
@@ -226,6 +215,6 @@ def launch_ssd_tree_hopper(
         y_TC, *gates, *memory, steps.read_B, steps.write_B, steps.count_B, steps.path_BE, steps.parents_BN, out_THV,
         y_TC.stride(0), gates.dt_TH.stride(0), *(each.stride(0) for each in memory), N=N, E=E, G=G, H=H, K=K, V=V,
         STEPS=steps.max_depth.bit_length(), CHAIN=steps.is_chain, P=max(16, triton.next_power_of_2(N)),
-        GROUP=min(GROUP, triton.next_power_of_2(E)), SLICES=tiles.slices, AT_ONCE=tiles.at_once, SHARED=tiles.shared,
-        num_warps=WARPS, **limit, **chained(y_TC.device),
+        GROUP=min(GROUP, triton.next_power_of_2(E)), SLICES=tiles.slices, AT_ONCE=tiles.at_once, num_warps=WARPS,
+        **limit, **chained(y_TC.device),
     )  # fmt: skip

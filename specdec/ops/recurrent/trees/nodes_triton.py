@@ -43,7 +43,7 @@ def tree_nodes_kernel(
     for step in tl.static_range(K // BLOCK_K):
         queries = queries + (tl.load(from_q_MK + step * BLOCK_K, mask=ok_M[:, None], other=0.0),)  # type: ignore[assignment]
         keys = keys + (tl.load(from_q_MK + G * K + step * BLOCK_K, mask=ok_M[:, None], other=0.0),)  # type: ignore[assignment]
-    q_squares, k_squares = squares(queries[0]), squares(keys[0])
+    q_squares, k_squares = squares(queries[0]), squares(keys[0])  # type: ignore[misc]
     for step in tl.static_range(1, K // BLOCK_K):
         q_squares, k_squares = q_squares + squares(queries[step]), k_squares + squares(keys[step])
     decay_M = log_decays(tl.load(a + at_M * stride_a + h, mask=ok_M, other=0.0), tl.load(A_log + h), tl.load(dt_bias + h))

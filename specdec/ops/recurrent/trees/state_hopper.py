@@ -34,16 +34,7 @@ def states_layout(num_warps, rows=128):
 
 
 @gluon.constexpr_function
-def rows_layout(num_warps):
-    """Of [S, 16, V] and 16 columns a warp: a warp's lanes hold 256 bytes of a row side by side, so whole lines of memory."""
-    across = 4 * num_warps
-    return gl.BlockedLayout([1, 1, 4], [1, 32 // across, across], [1, num_warps, 1], [2, 1, 0])
-
-
-@gluon.constexpr_function
 def _width(layout):
-    if isinstance(layout, gl.BlockedLayout):
-        return layout.size_per_thread[-1] * layout.threads_per_warp[-1] * layout.warps_per_cta[-1]
     return layout.shape[-1]
 
 
@@ -191,14 +182,6 @@ def as_operand(x_SKV, products_layout: gl.constexpr, num_warps: gl.constexpr):
     ordered = gl.permute(gl.reshape(x_SKV, [K, num_warps, 8, 2]), (1, 3, 2, 0))
     left: gl.constexpr = gl.DotOperandLayout(0, products_layout, 2)
     return gl.convert_layout(gl.reshape(ordered, [16 * num_warps, K]), left, assert_trivial=True)
-
-
-@gluon.jit
-def store_operand(x_SKV, smem, num_warps: gl.constexpr):
-    """Stores numbers [K, V] of 16 bits, with columns in the order of `states_layout`, whatever x's layout."""
-    K: gl.constexpr = 16 * x_SKV.shape[0]
-    ordered = gl.permute(gl.reshape(x_SKV.to(gl.bfloat16), [K, num_warps, 8, 2]), (0, 1, 3, 2))
-    smem.store(gl.reshape(ordered, [K, 16 * num_warps]))
 
 
 @gluon.jit

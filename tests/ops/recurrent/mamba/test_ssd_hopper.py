@@ -33,7 +33,7 @@ def test_passes_that_the_kernel_takes() -> None:
         (32, "chain", 2, SsdHopperTiles(0, 2)),
         (33, "tree", 20, None),
         (60, "tree", 6, SsdHopperTiles(0, 1, True)),
-        (32, "tree", 20, SsdHopperTiles(0, 0, True, True)),
+        (32, "tree", 20, SsdHopperTiles(168, 1, True)),
         (64, "chain", 6, SsdHopperTiles(168, 1, True)),
     ],
 )
