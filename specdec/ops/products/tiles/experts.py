@@ -18,8 +18,8 @@ ExpertsKernel = Literal["mixture_triton", "few_tokens_triton", "few_hopper"]
 MOST_ROUTED = 256
 # Up to so many tokens few_tokens_triton.py multiplies with experts of these kinds; beyond them, and with other kinds, others
 # are faster.  Measured on an H200 by benchmarks products.few_tokens.
-# Of gpt-oss-20b's size in e2m1, 6 tokens, a layer takes 64 us with 8 experts in use and 99 with 17, by mixture_triton.py 72
-# with 7 and 101 with 16, by few_hopper.py 58 with 7 and 107 with 17.
+# Of gpt-oss-20b's size in e2m1, 6 tokens, a layer takes 64 us with 8 experts in use, 99 with 17, by mixture_triton.py 72 with
+# 7 and 101 with 16, by few_hopper.py 58 with 7 and 107 with 17.
 MOST_TOKENS: dict[ExpertsKind, int] = {"dense": 64, "e4m3": 8, "int4": 8, "e2m1": 6}
 # Threshold in tokens: above it dense experts without gates run sorted, where their second product is faster.  On an H200, ms of
 # Nemotron-3-Nano's layers: 8 tokens 4.6 (sorted 4.9), 32 tokens 11.5 (sorted 9.7).
@@ -104,7 +104,8 @@ def mixture_tiles(
         return few_hopper_tiles(tokens, kind)
     if tokens <= MOST_TOKENS.get(kind, 0):
         return few_tokens_tiles(tokens, kind, experts)
-    return None if kind == "dense" else MixtureTiles("mixture_triton", *[expert_tiles(tokens * top_k, experts)] * 2)
+    both = expert_tiles(tokens * top_k, experts)
+    return None if kind == "dense" else MixtureTiles("mixture_triton", both, both)
 
 
 def few_tokens_tiles(tokens: int, kind: ExpertsKind, experts: int = 128) -> MixtureTiles:
