@@ -38,7 +38,7 @@ from specdec.attention.kernels.tiles_triton import (
     splits_for,
 )
 from specdec.attention.kernels.triton_plan import TritonPlan
-from specdec.attention.kernels.wide.wide_tiles import WIDE, reads_widths, wide_hopper_tiles, wide_tiles
+from specdec.attention.kernels.wide.wide_tiles import WIDE, reads_widths, wide_hopper_tiles, wide_merge_tiles, wide_tiles
 from specdec.attention.kinds import PLAIN, Scoring
 from specdec.attention.latent.mla_launch import attend_latent, merge_suffix
 from specdec.attention.segment import AttentionPlan, Segment
@@ -315,13 +315,16 @@ def launch_suffix_merge(
     K, E = k.shape[1], v.shape[2]
     groups = K if suffix else H  # a merge alone shares no keys between heads: one program a head
     padded_group = triton.next_power_of_2(H // groups)
-    columns, chunk = tiles or merge_tiles(T * groups, splits, padded_group, E)
+    is_wide = suffix is not None and k.shape[2] > WIDE
+    columns, chunk = tiles or (
+        wide_merge_tiles(splits, padded_group, E) if is_wide else merge_tiles(T * groups, splits, padded_group, E)
+    )
     table, lens = (suffix.pages.table, suffix.cache_seqlens) if suffix else (partial.lse_TH, partial.lse_TH)
     starts_T, positions_T = (suffix.starts_T, positions_for(scoring, suffix)) if suffix else (None, None)
     out, lse = whole or state
     assert out.stride(2) == 1 and table.stride(-1) == 1 and (sinks_H is None or sinks_H.is_contiguous())
     # One warp a program: reductions then need no barrier, and many programs fit an SM.  It could not hold keys of 512.
-    warps = 4 if suffix and k.shape[2] > WIDE else 1
+    warps = 4 if is_wide else 1
     suffix_merge_kernel[(T, groups, padded(E) // columns)](
         q_THD, k, view.scales, table, lens, lens if starts_T is None else starts_T,
         *((lens, lse) if positions_T is None else (positions_T, scoring.slopes_H)), lse if sinks_H is None else sinks_H,

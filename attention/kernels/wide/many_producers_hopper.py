@@ -1,7 +1,7 @@
 """The producer warps of wide_many_hopper.py: each loads slices of blocks' keys, or the values, by TMA.
 
 One warp issues a load about every hundred cycles, in which an SM could take more than a page's panel.  So each slice of the
-keys has a warp of its own, and loads are as large as wgmma allows.  Loops over loads have bounds that the compiler does not
+keys has a warp of its own, and a page's values come at once.  Loops over loads have bounds that the compiler does not
 know (`some` is 1), so that they stay loops: a producer has no registers for so many addresses.
 
 This module knows pages and mbarriers, and no softmax.
@@ -24,7 +24,7 @@ from specdec.ops.hopper import gdc_launch_dependents, gdc_wait, next_stage, tma_
 def _load_keys(
     k_tiles, k_smem, full, empty, slots, first_panel, k, stage, phase, some,
     SLICE: gl.constexpr, SLICES: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.constexpr, PAGES: gl.constexpr,
-    STAGES: gl.constexpr, GROUPED: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """Issues the TMA loads of a slice of block k's keys, as soon as there is room."""
     KEY_PANELS: gl.constexpr = DIM // 64
@@ -32,16 +32,9 @@ def _load_keys(
     at = stage * (SLICES + 1) + SLICE
     mbarrier.wait(empty.index(at), phase, pred=k >= STAGES)
     mbarrier.expect(full.index(at), 2 * BLOCK_N * DIM // SLICES)
-    if GROUPED:
-        GROUPS: gl.constexpr = BLOCK_N // 8
-        for h in range(some * (GROUPS // PAGES)):
-            for i in gl.static_range(PAGES):
-                to = k_smem.index((stage * SLICES + SLICE) * GROUPS + i * (GROUPS // PAGES) + h)
-                tma_load(k_tiles, [first_panel, slots[i] + h * 8, 0], full.index(at), to)
-    else:
-        load_block(
-            k_tiles, k_smem, full.index(at), slots, first_panel, stage * KEY_PANELS + SLICE * PANELS, some * PANELS, PAGES, 0
-        )
+    load_block(
+        k_tiles, k_smem, full.index(at), slots, first_panel, stage * KEY_PANELS + SLICE * PANELS, some * PANELS, PAGES, 0
+    )
 
 
 @gluon.jit
@@ -69,7 +62,7 @@ def _old_blocks(low, high, settled, FRESH: gl.constexpr, BLOCK_N: gl.constexpr, 
 def key_producer(
     memory, loads, low, high, settled, SLICE: gl.constexpr,
     DIM: gl.constexpr, PAGE_SIZE: gl.constexpr, FRESH: gl.constexpr, BLOCK_N: gl.constexpr, PAGE_KEYS: gl.constexpr,
-    STAGES: gl.constexpr, SLICES: gl.constexpr, GROUPED: gl.constexpr, PDL: gl.constexpr,
+    STAGES: gl.constexpr, SLICES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """A warp that loads a slice of each block's keys: while there are free stages of old blocks, after gdc_wait of others."""
     _, k_smem, _, full, empty, _ = memory
@@ -82,23 +75,7 @@ def key_producer(
     slots = slots_of_pages(pages, low, high, PAGE_SIZE, PAGE_KEYS, PAGES)
     for k in range(0, old):
         _load_keys(
-            k_tiles,
-            k_smem,
-            full,
-            empty,
-            slots,
-            first_panel,
-            k,
-            stage,
-            phase,
-            some,
-            SLICE,
-            SLICES,
-            DIM,
-            BLOCK_N,
-            PAGES,
-            STAGES,
-            GROUPED,
+            k_tiles, k_smem, full, empty, slots, first_panel, k, stage, phase, some, SLICE, SLICES, DIM, BLOCK_N, PAGES, STAGES
         )
         slots = slots_of_pages(pages, low + (k + 1) * BLOCK_N, high, PAGE_SIZE, PAGE_KEYS, PAGES)
         stage, phase = next_stage(stage, phase, STAGES)
@@ -106,23 +83,7 @@ def key_producer(
         gdc_wait()
     for k in range(old, blocks):
         _load_keys(
-            k_tiles,
-            k_smem,
-            full,
-            empty,
-            slots,
-            first_panel,
-            k,
-            stage,
-            phase,
-            some,
-            SLICE,
-            SLICES,
-            DIM,
-            BLOCK_N,
-            PAGES,
-            STAGES,
-            GROUPED,
+            k_tiles, k_smem, full, empty, slots, first_panel, k, stage, phase, some, SLICE, SLICES, DIM, BLOCK_N, PAGES, STAGES
         )
         slots = slots_of_pages(pages, low + (k + 1) * BLOCK_N, high, PAGE_SIZE, PAGE_KEYS, PAGES)
         stage, phase = next_stage(stage, phase, STAGES)

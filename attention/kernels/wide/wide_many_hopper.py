@@ -49,21 +49,20 @@ CONSUMER_REGISTERS = 232  # of a thread
 )
 def wide_many_hopper_kernel(
     q_tiles,  # tiles [64 / PADDED_GROUP, PADDED_GROUP, 64] of [T, H, D]
-    k_tiles,  # tiles [PANELS, 8, 64] of keys as [K * KEY_PANELS, slots, 64] if GROUPED, else [1, PAGE_KEYS, 64]
+    k_tiles,  # tiles [1, PAGE_KEYS, 64] of keys as [K * KEY_PANELS, slots, 64]
     v_tiles,  # tiles [COLUMNS / 64, PAGE_KEYS, 64] of values as [K * VALUE_PANELS, slots, 64]
     page_table, cache_seqlens, cu_seqlens_q, starts, out, lse,  # as in paged_attention_kernel
     scale, softcap, stride_row, states, tiles, some,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, PADDED_GROUP: gl.constexpr, DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
     COLUMNS: gl.constexpr, PAGE_SIZE: gl.constexpr, CAUSAL: gl.constexpr, HAS_STARTS: gl.constexpr, WINDOW_RIGHT: gl.constexpr,
     SOFTCAP: gl.constexpr, FRESH: gl.constexpr, BLOCK_N: gl.constexpr, MIN_SPLIT_KEYS: gl.constexpr,
-    STAGES: gl.constexpr, SLICES: gl.constexpr, GROUPED: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+    STAGES: gl.constexpr, SLICES: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """The arguments are those of wide_hopper_kernel.
 
     some: 1; see many_producers_hopper.py.  COLUMNS: of the values that a program has.
     SLICES: of a block's keys, along their columns.
-    GROUPED: whether one TMA load brings all panels of a slice for 8 keys, as many rows as wgmma reads at once.
     CONSUMER_REGISTERS: of a thread of the second warpgroup; the first one has what is left.
     """
     dtype: gl.constexpr = k_tiles.dtype
@@ -90,10 +89,7 @@ def wide_many_hopper_kernel(
     )  # fmt: skip
 
     q_smem = gl.allocate_shared_memory(dtype, [2 * KEY_PANELS, 64 // PADDED_GROUP, PADDED_GROUP, 64], q_tiles.layout)
-    if GROUPED:
-        k_smem = gl.allocate_shared_memory(dtype, [STAGES * SLICES * BLOCK_N // 8, KEY_PANELS // SLICES, 8, 64], k_tiles.layout)
-    else:
-        k_smem = gl.allocate_shared_memory(dtype, [STAGES * KEY_PANELS * PAGES, 1, PAGE_KEYS, 64], k_tiles.layout)
+    k_smem = gl.allocate_shared_memory(dtype, [STAGES * KEY_PANELS * PAGES, 1, PAGE_KEYS, 64], k_tiles.layout)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES * PAGES, COLUMNS // 64, PAGE_KEYS, 64], v_tiles.layout)
     # mbarriers: of each stage, those of the slices of keys and then the values'; the last one of `full` is the queries'.
     # `clean`: values that no query reads are 0.
@@ -119,19 +115,17 @@ def wide_many_hopper_kernel(
             [
                 (many_consumer, (
                     memory, shared, keys, 0, KV_HEADS, GROUP, PADDED_GROUP, DIM, VALUE_DIM, COLUMNS, CAUSAL, HAS_STARTS,
-                    WINDOW_RIGHT, SOFTCAP, BLOCK_N, PAGE_KEYS, STAGES, SLICES, GROUPED, PDL,
+                    WINDOW_RIGHT, SOFTCAP, BLOCK_N, PAGE_KEYS, STAGES, SLICES, PDL,
                 )),
                 (many_consumer, (
                     memory, shared, keys, 1, KV_HEADS, GROUP, PADDED_GROUP, DIM, VALUE_DIM, COLUMNS, CAUSAL, HAS_STARTS,
-                    WINDOW_RIGHT, SOFTCAP, BLOCK_N, PAGE_KEYS, STAGES, SLICES, GROUPED, PDL,
+                    WINDOW_RIGHT, SOFTCAP, BLOCK_N, PAGE_KEYS, STAGES, SLICES, PDL,
                 )),
                 (key_producer, (
-                    memory, loads, low, high, settled, 0, DIM, PAGE_SIZE, FRESH, BLOCK_N, PAGE_KEYS, STAGES, SLICES, GROUPED,
-                    PDL,
+                    memory, loads, low, high, settled, 0, DIM, PAGE_SIZE, FRESH, BLOCK_N, PAGE_KEYS, STAGES, SLICES, PDL,
                 )),
                 (key_producer, (
-                    memory, loads, low, high, settled, 1, DIM, PAGE_SIZE, FRESH, BLOCK_N, PAGE_KEYS, STAGES, SLICES, GROUPED,
-                    PDL,
+                    memory, loads, low, high, settled, 1, DIM, PAGE_SIZE, FRESH, BLOCK_N, PAGE_KEYS, STAGES, SLICES, PDL,
                 )),
                 (value_producer, (
                     memory, loads, low, high, settled, PADDED_GROUP, DIM, COLUMNS, PAGE_SIZE, FRESH, BLOCK_N, PAGE_KEYS,
@@ -145,15 +139,14 @@ def wide_many_hopper_kernel(
             [
                 (many_consumer, (
                     memory, shared, keys, 0, KV_HEADS, GROUP, PADDED_GROUP, DIM, VALUE_DIM, COLUMNS, CAUSAL, HAS_STARTS,
-                    WINDOW_RIGHT, SOFTCAP, BLOCK_N, PAGE_KEYS, STAGES, SLICES, GROUPED, PDL,
+                    WINDOW_RIGHT, SOFTCAP, BLOCK_N, PAGE_KEYS, STAGES, SLICES, PDL,
                 )),
                 (many_consumer, (
                     memory, shared, keys, 1, KV_HEADS, GROUP, PADDED_GROUP, DIM, VALUE_DIM, COLUMNS, CAUSAL, HAS_STARTS,
-                    WINDOW_RIGHT, SOFTCAP, BLOCK_N, PAGE_KEYS, STAGES, SLICES, GROUPED, PDL,
+                    WINDOW_RIGHT, SOFTCAP, BLOCK_N, PAGE_KEYS, STAGES, SLICES, PDL,
                 )),
                 (key_producer, (
-                    memory, loads, low, high, settled, 0, DIM, PAGE_SIZE, FRESH, BLOCK_N, PAGE_KEYS, STAGES, SLICES, GROUPED,
-                    PDL,
+                    memory, loads, low, high, settled, 0, DIM, PAGE_SIZE, FRESH, BLOCK_N, PAGE_KEYS, STAGES, SLICES, PDL,
                 )),
                 (value_producer, (
                     memory, loads, low, high, settled, PADDED_GROUP, DIM, COLUMNS, PAGE_SIZE, FRESH, BLOCK_N, PAGE_KEYS,
@@ -197,8 +190,7 @@ def many_consumer(
     memory, shared, keys, WARPGROUP: gl.constexpr,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, PADDED_GROUP: gl.constexpr, DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
     COLUMNS: gl.constexpr, CAUSAL: gl.constexpr, HAS_STARTS: gl.constexpr, WINDOW_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
-    BLOCK_N: gl.constexpr, PAGE_KEYS: gl.constexpr, STAGES: gl.constexpr, SLICES: gl.constexpr, GROUPED: gl.constexpr,
-    PDL: gl.constexpr,
+    BLOCK_N: gl.constexpr, PAGE_KEYS: gl.constexpr, STAGES: gl.constexpr, SLICES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup's 64 rows.  top_M, total_M and decay_M: as in paged_hopper.py."""
     q_smem, k_smem, v_smem, full, empty, clean = memory
@@ -209,11 +201,9 @@ def many_consumer(
     KEY_PANELS: gl.constexpr = DIM // 64
     PANELS: gl.constexpr = KEY_PANELS // SLICES
     PAGES: gl.constexpr = BLOCK_N // PAGE_KEYS
-    MMAS: gl.constexpr = SLICES if GROUPED else KEY_PANELS
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    SHARED_GROUPS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
     gqa_M = tile * 128 + WARPGROUP * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, S))
     query_M, head_M = gqa_M // PADDED_GROUP, gqa_M % PADDED_GROUP
     ok_M = (query_M < queries) & (head_M < GROUP)
@@ -224,13 +214,8 @@ def many_consumer(
     if CAUSAL:
         last_M = gl.minimum(last_M, length - (queries - 1 - WINDOW_RIGHT - query_M))
     state_M = ((first + query_M).to(gl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP + head_M) * states + split
-    # P: panels, or slices
-    if GROUPED:
-        q_PMD = q_smem._reinterpret(dtype, [2 * SLICES, 64, 64 * PANELS], SHARED)
-        k_PND = k_smem._reinterpret(dtype, [STAGES * SLICES, BLOCK_N // 8, PANELS, 8, 64], SHARED_GROUPS)
-    else:
-        q_PMD = q_smem._reinterpret(dtype, [2 * KEY_PANELS, 64, 64], SHARED)
-        k_PND = k_smem._reinterpret(dtype, [STAGES * KEY_PANELS, BLOCK_N, 64], SHARED)
+    q_PMD = q_smem._reinterpret(dtype, [2 * KEY_PANELS, 64, 64], SHARED)  # P: panels
+    k_PND = k_smem._reinterpret(dtype, [STAGES * KEY_PANELS, BLOCK_N, 64], SHARED)
     v_PNC = v_smem._reinterpret(dtype, [STAGES * PAGES, PAGE_KEYS, COLUMNS], SHARED)  # P: pages
     top_M = gl.full([64], -float("inf"), gl.float32, layout=gl.SliceLayout(1, S))
     total_M = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, S))
@@ -249,16 +234,13 @@ def many_consumer(
         start = low + k * BLOCK_N
         at = stage * PIECES
         products = zeros_MN
-        for p in gl.static_range(MMAS):
-            if p % (MMAS // SLICES) == 0:
-                mbarrier.wait(full.index(at + p // (MMAS // SLICES)), phase)
-            keys_ND = k_PND.index(stage * MMAS + p)
-            if GROUPED:
-                keys_ND = keys_ND.permute((0, 2, 1, 3)).reshape([BLOCK_N, 64 * PANELS])
-            queries_MD = q_PMD.index(WARPGROUP * MMAS + p)
-            products = warpgroup_mma(queries_MD, keys_ND.permute((1, 0)), products, use_acc=p > 0, is_async=True)
+        for p in gl.static_range(KEY_PANELS):
+            if p % PANELS == 0:
+                mbarrier.wait(full.index(at + p // PANELS), phase)
+            keys_DN = k_PND.index(stage * KEY_PANELS + p).permute((1, 0))
+            products = warpgroup_mma(q_PMD.index(WARPGROUP * KEY_PANELS + p), keys_DN, products, use_acc=p > 0, is_async=True)
         for p in gl.static_range(SLICES):
-            products = warpgroup_mma_wait((SLICES - 1 - p) * (MMAS // SLICES), deps=(products,))
+            products = warpgroup_mma_wait((SLICES - 1 - p) * PANELS, deps=(products,))
             barrier()  # the warpgroup has read the slice
             mbarrier.arrive(empty.index(at + p), count=1, pred=k + STAGES < blocks)
         s_MN = products * scale_log2
@@ -321,13 +303,10 @@ def launch_wide_many_hopper(
     assert starts_T is None or (starts_T.shape[0] >= T and starts_T.is_contiguous())
     assert k.stride()[1:] == (D, 1) and v.stride()[1:] == (E, 1) and v.data_ptr() - k.data_ptr() == K * D * k.itemsize
     keys, values = (x.as_strided((K * x.shape[2] // PANEL, N, PANEL), (PANEL, x.stride(0), 1)) for x in (k, v))
-    slices = max(1, D // PANEL // SLICE_PANELS)
-    grouped = D % (slices * PANEL * SLICE_PANELS) == 0  # shared memory has tiles of powers of two
     columns, keys_at_once, q_block = E // tiles.parts, min(P, tiles.block_n), [ROWS // padded_group, padded_group, PANEL]
-    k_block = [SLICE_PANELS, 8, PANEL] if grouped else [1, keys_at_once, PANEL]
     wide_many_hopper_kernel[(segment.rows * K * num_tiles * tiles.parts, splits)](
         TensorDescriptor(q_THD, list(q_THD.shape), list(q_THD.stride()), q_block, tma_layout(3)),
-        TensorDescriptor(keys, list(keys.shape), list(keys.stride()), k_block, tma_layout(3)),
+        TensorDescriptor(keys, list(keys.shape), list(keys.stride()), [1, keys_at_once, PANEL], tma_layout(3)),
         TensorDescriptor(
             values, list(values.shape), list(values.stride()), [columns // PANEL, keys_at_once, PANEL], tma_layout(3)
         ),
@@ -338,7 +317,7 @@ def launch_wide_many_hopper(
         KV_HEADS=K, GROUP=G, PADDED_GROUP=padded_group, DIM=D, VALUE_DIM=E, COLUMNS=columns, PAGE_SIZE=P,
         CAUSAL=segment.causal and segment.max_seqlen_q > 1, HAS_STARTS=starts_T is not None, WINDOW_RIGHT=segment.window_right,
         SOFTCAP=scoring.softcap is not None, FRESH=segment.fresh, BLOCK_N=tiles.block_n,
-        MIN_SPLIT_KEYS=tiles.min_split_keys, STAGES=tiles.stages, SLICES=slices, GROUPED=grouped,
+        MIN_SPLIT_KEYS=tiles.min_split_keys, STAGES=tiles.stages, SLICES=max(1, D // PANEL // SLICE_PANELS),
         CONSUMER_REGISTERS=CONSUMER_REGISTERS, PRODUCER_REGISTERS=PRODUCER_REGISTERS,
         num_warps=4, maxnreg=tiles.registers, **chained(q_THD.device),
     )  # fmt: skip

@@ -20,7 +20,7 @@ def print_bars(cells: list[Cell], console: Console) -> None:
     except (UnicodeEncodeError, LookupError):
         return
     rows = list(_rows(cells))
-    labels, numbers = (max((len(row[at]) for row in rows), default=0) for at in (0, 2))
+    labels, numbers = max((len(row[0]) for row in rows), default=0), max((len(row[2]) for row in rows), default=0)
     room = console.width - labels - numbers - 3
     if not console.is_terminal or room < NARROWEST:
         return
