@@ -149,8 +149,8 @@ class GrammarRows:
             return {}
         drafted = tree
         if tree.sources_BN is not None:
-            copies = (x.clone() for x in (tree.tokens_BN, tree.parents_BN, tree.sources_BN))
-            drafted = replace(tree, **dict(zip(("tokens_BN", "parents_BN", "sources_BN"), copies, strict=True)))
+            tokens_BN, parents_BN, sources_BN = (x.clone() for x in (tree.tokens_BN, tree.parents_BN, tree.sources_BN))
+            drafted = replace(tree, tokens_BN=tokens_BN, parents_BN=parents_BN, sources_BN=sources_BN)
         trees = self._completed(tree) if self._group.rank == 0 else HostTrees()
         self._share(tree.tokens_BN)
         if not tree.is_chain:  # the parents of a chain are constants, and stay what they are
