@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from specdec.checks import nearest_name
 from specdec.draft.formats.open import HowToRead
@@ -47,7 +47,7 @@ def find_drafter(draft: Draft, options: EngineOptions) -> str | Path | Joined | 
     A folder that is called as a kind is named with its path: "./ngram".  ValueError or TypeError if there is no such drafter,
     or for an option that would do nothing.
     """
-    listed = list(draft) if isinstance(draft, list | tuple) else [draft]
+    listed: list[Any] = list(draft) if isinstance(draft, list | tuple) else [draft]
     if options.corpus is not None:
         refuse_no_corpus(options.corpus, draft)
         listed += [] if CORPUS in listed else [CORPUS]
@@ -57,7 +57,7 @@ def find_drafter(draft: Draft, options: EngineOptions) -> str | Path | Joined | 
             f"setting that works: corpus_memory={EngineOptions().corpus_memory!r}"
         )
     if len(listed) == 1 and not isinstance(draft, list | tuple) and draft not in SOURCES:
-        return _find_one(draft, options)
+        return _find_one(listed[0], options)
     drafter, sources = _told_apart(listed)
     found = _find_one(drafter, options)
     assert isinstance(found, str | Path)
