@@ -107,4 +107,6 @@ def layers_read(own: AssistantConfig, target: ModelConfig, where: str) -> tuple[
 
 def refusal_by_target(target: ModelConfig) -> str:
     """Why no assistant drafts for a target; empty if one can."""
-    return "" if isinstance(target, GemmaConfig) else f"it reads keys and values of a {TEXT_TYPE} target, got {target.family}"
+    if isinstance(target, GemmaConfig):
+        return ""
+    return f"it reads keys and values of a {TEXT_TYPE} target that specdec's own modules compute, got {target.family}"
