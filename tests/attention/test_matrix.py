@@ -148,6 +148,8 @@ OTHER_MACHINES = {  # what the cells hold fixed
     "latents with int8 queries": dict(latents=(512, 64), head_dims=(), features=INT8_QUERIES),
     "latents in int8 with int8 queries": dict(latents=(512, 64), head_dims=(), kv_cache_dtype="int8", features=INT8_QUERIES),
     "latents with int8 keys": dict(latents=(512, 64), head_dims=(), kv_cache_dtype="int8_keys"),
+    "a head with latents": dict(draft_latents=((320, 64),)),
+    "a head with other latents": dict(latents=(512, 64), draft_latents=((320, 64),), head_dims=(), kv_cache_dtype="fp8_ds_mla"),
     "fp8 with int8 queries": dict(kv_cache_dtype="fp8", features=INT8_QUERIES),
     "16 bit with int8 queries": dict(features=INT8_QUERIES),
     "int8 keys with int8 queries": dict(kv_cache_dtype="int8_keys", features=INT8_QUERIES),

@@ -75,7 +75,11 @@ def test_other_kinds_are_refused_by_name(tmp_path: Path, capsys: pytest.CaptureF
         assert f"is that of a {kind} head, which can't be run yet" in capsys.readouterr().err
 
 
+LAYOUTS = ["safeailab", "specforge", "speculators", "modelopt", "torchspec", "z-lab", "deepspec"]
+
+
 def test_doctor_names_every_layout_and_kind() -> None:
-    assert [name for name, _ in drafter_rows()] == [*dict.fromkeys((*WRITERS, *BLOCK_WRITERS)), "model", "mtp", "ngram"]
+    assert {*WRITERS, *BLOCK_WRITERS, "torchspec"} == {*LAYOUTS}
+    assert [name for name, _ in drafter_rows()] == [*LAYOUTS, "model", "mtp", "ngram"]
     assert "P-EAGLE, DFlash, DFlash2, DSpark" in dict(drafter_rows())["speculators"]
     assert "EAGLE-3.1" in dict(drafter_rows())["specforge"]
