@@ -12,23 +12,20 @@ from dataclasses import replace
 from typing import Any, Literal
 from unittest.mock import patch
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.attention.pages import PageTable
 from specdec.batch.tree import DraftTree
-from specdec.draft.suffix.host_table import TableText
-from specdec.draft.suffix.keeper import steps_of
 from specdec.engine.needs import union
 from specdec.engine.request import Request
 from specdec.parallel.processes import OtherRanks
 from specdec.runner.phase_clock import PhaseClock
 from specdec.steps import ForceAcceptance
 from toolkit.drafters import Script
-from toolkit.inside.hooks import Hooks
 from toolkit.pages import check_books, fill_numbers
+from toolkit.tables.driven import TableHooks
 
 Model = Literal["target", "draft"]
 Decode = Callable[[Sequence[int]], str]
@@ -51,7 +48,7 @@ def new_request(
     return Request.new(prompt, params, params.seed or 0, frozenset(eos), decode, streaming, speculate)
 
 
-class Driver(Hooks):
+class Driver(TableHooks):
     """Drives a decoder a step at a time, looks inside it, and breaks it on purpose."""
 
     def __init__(self, decoder: SpecDecoder) -> None:
@@ -74,31 +71,6 @@ class Driver(Hooks):
         with self.decoder.owner.turn:
             self._engine.submit([request])
         return request
-
-    # ---- tables ----
-
-    def bring_corpus(self, texts: Sequence[Sequence[int]], most: int = 1 << 20) -> None:
-        """Makes these ids the decoder's corpus: at once, or part by part while a text runs.  most: tokens of a part."""
-        keeper = self.decoder._tables.keeper
-        given = [TableText(np.asarray(ids, dtype=np.int32)) for ids in texts]
-        keeper.corpora.set("ids", given)
-        steps = steps_of("corpus", keeper._table("corpus"), most)
-        if self._engine.is_idle:
-            for step in steps:
-                self._runner.run(step)
-        else:
-            self._engine.table_steps.extend(steps)
-
-    @property
-    def coming_parts(self) -> int:
-        """How many steps of tables have not run yet."""
-        return len(self._engine.table_steps)
-
-    def settle_tables(self) -> None:
-        """Waits until all answers so far are in the table."""
-        assert self.decoder.settle_tables() and not self.coming_parts
-
-    # ---- steps ----
 
     def step(self) -> None:
         """Runs one chunk of the prompts that have entered, or one round, on the thread of the test."""

@@ -1,0 +1,1 @@
+"""Tables of other texts, for tests of the sources that read them."""
