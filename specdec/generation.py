@@ -92,6 +92,13 @@ class TokenLogprob:
     top: dict[int, float]
 
 
+class Logprobs(NamedTuple):
+    """values: the log-probability of an emitted token, then those of the likeliest tokens at its place.  ids: of the latter."""
+
+    values: list[float]
+    ids: list[int]
+
+
 class NodeTable(NamedTuple):
     """The nodes of a tree that a round verified, the root first; a parent stands before its children.
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 from specdec.config import SAMPLING_OPTIONS, GrammarKind, SpecConfig
-from specdec.generation import NodeTable
+from specdec.generation import Logprobs, NodeTable
 from specdec.limits import ZEROS
 from specdec.tables.steps import TableStep
 
@@ -355,13 +355,6 @@ class ForceAcceptance:
 Pass = RunChunk | RunRound | RunMixed
 RowStep = EnterRows | GrowRows | ShareRows | LeaveRows | StopDrafting | CopyPages
 Step = Pass | CatchUp | Try | RowStep | TableStep | TimePhases | ForceAcceptance
-
-
-class Logprobs(NamedTuple):
-    """values: the log-probability of an emitted token, then those of the likeliest tokens at its place.  ids: of the latter."""
-
-    values: list[float]
-    ids: list[int]
 
 
 class Emitted(NamedTuple):

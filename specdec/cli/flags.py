@@ -41,8 +41,8 @@ class FlagParser(argparse.ArgumentParser):
 
     def changed(self, args: argparse.Namespace, besides: Collection[str]) -> list[str]:
         """The flags that are not what they are by default, but for some fields.  args: what this parser has read."""
-        defaults = {action.dest: action.default for action in self._actions if action.dest not in besides}
-        return [flag_of(name) for name, value in defaults.items() if getattr(args, name, value) != value]
+        read = ((name, value) for name, value in vars(args).items() if name not in besides)
+        return [flag_of(name) for name, value in read if value != self.get_default(name)]
 
     def nearest_flags(self, unknown: Sequence[str]) -> str:
         """The flag that exists for each that does not; empty if none is alike."""

@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _kept(args: argparse.Namespace, path: Path) -> Trace:
     """An earlier trace.  ValueError for flags that could only have changed it while it was made."""
-    changed = args.parser.changed(args, besides={"prompt", "out", "json", "text", "help"})
+    changed = args.parser.changed(args, besides={"prompt", "out", "json", "text", "pace"})
     if changed:
         raise ValueError(f"{', '.join(changed)} would do nothing to the trace in {path}; leave it out")
     if not path.is_file():
