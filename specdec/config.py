@@ -338,9 +338,9 @@ class SamplingParams:
 
     def _faults(self) -> Iterator[tuple[str, str]]:
         """What is wrong with options that are right alone, and the option that is to be named."""
-        if self.min_tokens > self.max_tokens:
-            fault = f"min_tokens must be at most max_tokens = {self.max_tokens}, got {self.min_tokens}"
-            yield "min_tokens", f"{fault}; nearest setting that works: min_tokens={self.max_tokens}"
+        if self.min_tokens > (most := self.max_tokens):
+            fault = f"min_tokens must be at most max_tokens = {most}, got {self.min_tokens}"
+            yield "min_tokens", f"{fault}; nearest setting that works: min_tokens={most}"
         if self.logprobs is None and self.logprobs_mode != "raw":
             yield "logprobs_mode", "logprobs_mode would do nothing without logprobs; nearest setting that works: logprobs=0"
         if self.seed is not None and self.seed + self.n - 1 > MAX_SEED:
@@ -349,8 +349,8 @@ class SamplingParams:
         if not self.speculate and (said := [name for name in ("prediction", "sources") if getattr(self, name) is not None]):
             yield said[0], f"{said[0]} would do nothing with speculate=False; nearest setting that works: speculate=True"
         if self.sources is not None and self.prediction is not None and "prediction" not in self.sources:
-            names = [*self.sources, "prediction"]
-            yield "sources", f"sources leaves out the prediction that is given; nearest setting that works: sources={names}"
+            fits = f"nearest setting that works: sources={[*self.sources, 'prediction']}"
+            yield "sources", f"sources leaves out the prediction that is given; {fits}"
         kinds = [name for name in get_args(GrammarKind) if getattr(self, name) is not None]
         if len(kinds) > 1:
             fault = f"{kinds[0]} and {kinds[1]} both say what the text must be"
@@ -361,10 +361,8 @@ class SamplingParams:
     @property
     def grammar_rule(self) -> tuple[GrammarKind, str] | None:
         """What the text must be, as the field that says it and its value; None: anything."""
-        for name in get_args(GrammarKind):
-            if (text := getattr(self, name)) is not None:
-                return name, text
-        return None
+        rules = ((name, getattr(self, name)) for name in get_args(GrammarKind))
+        return next((rule for rule in rules if rule[1] is not None), None)
 
     def of_choice(self, number: int) -> SamplingParams:
         """The options of one of the n generations, from 0 on."""
@@ -389,9 +387,7 @@ def changed_options(sampling: SamplingParams) -> list[str]:
 
 
 def idle_options(temperature: float, given: Collection[str]) -> list[str]:
-    """Of the options that were given, those that this temperature leaves without effect: greedy decoding looks at none of
-    NOT_GREEDY.  The command line refuses them, Python warns, and HTTP takes them, since clients send them with every request.
-    """
+    """Of the options that were given, those without effect at this temperature: greedy decoding looks at none of NOT_GREEDY."""
     return [name for name in NOT_GREEDY if name in given] if temperature == 0 else []
 
 

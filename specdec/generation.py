@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
-
-from specdec.steps import NodeTable
+from typing import Literal, NamedTuple
 
 FinishReason = Literal["eos", "stop", "length"]
 
@@ -92,6 +90,33 @@ class TokenLogprob:
     token: int
     logprob: float
     top: dict[int, float]
+
+
+class Logprobs(NamedTuple):
+    """values: the log-probability of an emitted token, then those of the likeliest tokens at its place.  ids: of the latter."""
+
+    values: list[float]
+    ids: list[int]
+
+
+class NodeTable(NamedTuple):
+    """The nodes of a tree that a round verified, the root first; a parent stands before its children.
+
+    tokens, parents: of each node; the root is its own parent.  chosen: the target's own token after each node, -1 where its
+    logits were not finite.  scores: the logarithm of each node's survival as its drafter estimates it; empty without estimates.
+    sources: a bit for each source that proposed a node; 0 for the root, and where there is one source.
+    """
+
+    tokens: list[int]
+    parents: list[int]
+    chosen: list[int]
+    scores: list[float]
+    sources: list[int]
+
+    @property
+    def root(self) -> NodeTable:
+        """The root alone."""
+        return NodeTable(self.tokens[:1], self.parents[:1], self.chosen[:1], self.scores[:1], self.sources[:1])
 
 
 @dataclass(frozen=True)

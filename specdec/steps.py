@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 from specdec.config import SAMPLING_OPTIONS, GrammarKind, SpecConfig
+from specdec.generation import Logprobs, NodeTable
 from specdec.limits import ZEROS
 from specdec.tables.steps import TableStep
 
@@ -354,33 +355,6 @@ class ForceAcceptance:
 Pass = RunChunk | RunRound | RunMixed
 RowStep = EnterRows | GrowRows | ShareRows | LeaveRows | StopDrafting | CopyPages
 Step = Pass | CatchUp | Try | RowStep | TableStep | TimePhases | ForceAcceptance
-
-
-class Logprobs(NamedTuple):
-    """values: the log-probability of an emitted token, then those of the likeliest tokens at its place.  ids: of the latter."""
-
-    values: list[float]
-    ids: list[int]
-
-
-class NodeTable(NamedTuple):
-    """The nodes of a tree that a round verified, the root first; a parent stands before its children.
-
-    tokens, parents: of each node; the root is its own parent.  chosen: the target's own token after each node, -1 where its
-    logits were not finite.  scores: the logarithm of each node's survival as its drafter estimates it; empty without estimates.
-    sources: a bit for each source that proposed a node; 0 for the root, and where there is one source.
-    """
-
-    tokens: list[int]
-    parents: list[int]
-    chosen: list[int]
-    scores: list[float]
-    sources: list[int]
-
-    @property
-    def root(self) -> NodeTable:
-        """The root alone."""
-        return NodeTable(self.tokens[:1], self.parents[:1], self.chosen[:1], self.scores[:1], self.sources[:1])
 
 
 class Emitted(NamedTuple):

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from specdec.batch.tree import DraftTree
+from specdec.generation import Logprobs, NodeTable
 from specdec.parallel.vocabulary import Vocabulary
-from specdec.steps import Emitted, Logprobs, NodeTable
+from specdec.steps import Emitted
 
 
 class NewTokens(NamedTuple):

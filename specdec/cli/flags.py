@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any, NoReturn
@@ -38,6 +38,11 @@ class FlagParser(argparse.ArgumentParser):
             command: FlagParser = getattr(found, "parser", self)
             command.error(f"unrecognized arguments: {' '.join(extra)}{command.nearest_flags(extra)}")
         return found
+
+    def changed(self, args: argparse.Namespace, besides: Collection[str]) -> list[str]:
+        """The flags that are not what they are by default, but for some fields.  args: what this parser has read."""
+        read = ((name, value) for name, value in vars(args).items() if name not in besides)
+        return [flag_of(name) for name, value in read if value != self.get_default(name)]
 
     def nearest_flags(self, unknown: Sequence[str]) -> str:
         """The flag that exists for each that does not; empty if none is alike."""

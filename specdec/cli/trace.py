@@ -52,11 +52,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _kept(args: argparse.Namespace, path: Path) -> Trace:
     """An earlier trace.  ValueError for flags that could only have changed it while it was made."""
-    defaults = {action.dest: action.default for action in args.parser._actions}
-    own = {"prompt", "out", "json", "text", "help"}
-    changed = [name for name, value in defaults.items() if name not in own and getattr(args, name, value) != value]
+    changed = args.parser.changed(args, besides={"prompt", "out", "json", "text", "pace"})
     if changed:
-        raise ValueError(f"{', '.join(map(flags.flag_of, changed))} would do nothing to the trace in {path}; leave it out")
+        raise ValueError(f"{', '.join(changed)} would do nothing to the trace in {path}; leave it out")
     if not path.is_file():
         raise ValueError(f"PROMPT {str(path)!r} ends as the file of a trace does, and there is no such file")
     from specdec.trace.trace import Trace

@@ -13,7 +13,7 @@ MOST = 40  # characters of a token that are shown
 Paint = Callable[[str, str], str]  # (text, kind) -> text in the colour of "accepted", "rejected" or "own"
 
 
-class Lines(NamedTuple):
+class TreeLines(NamedTuple):
     """What joins the lines: of a child, of the last child, beside and below them; and marks of nodes."""
 
     child: str
@@ -24,11 +24,11 @@ class Lines(NamedTuple):
     own: str
 
 
-BOXES = Lines("├─ ", "└─ ", "│  ", "   ", "✓", "→")
-ASCII = Lines("|- ", "`- ", "|  ", "   ", "+", ">")
+BOXES = TreeLines("├─ ", "└─ ", "│  ", "   ", "✓", "→")
+ASCII = TreeLines("|- ", "`- ", "|  ", "   ", "+", ">")
 
 
-def as_text(trace: Trace, paint: Paint = lambda text, kind: text, lines: Lines = BOXES) -> Iterator[str]:
+def as_text(trace: Trace, paint: Paint = lambda text, kind: text, lines: TreeLines = BOXES) -> Iterator[str]:
     """The lines of all texts' rounds."""
     for number, text in enumerate(trace.texts, 1):
         if len(trace.texts) > 1:
@@ -42,7 +42,7 @@ def as_text(trace: Trace, paint: Paint = lambda text, kind: text, lines: Lines =
             yield ""
 
 
-def round_lines(trace: Trace, text: TracedText, index: int, paint: Paint, lines: Lines) -> Iterator[str]:
+def round_lines(trace: Trace, text: TracedText, index: int, paint: Paint, lines: TreeLines) -> Iterator[str]:
     """One round: a heading, then a line for each node, children below their parent."""
     made = text.rounds[index]
     drafts, path = len(made.tree.tokens) - 1, made.path

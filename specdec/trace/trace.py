@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specdec.generation import Round
-from specdec.steps import NodeTable
+from specdec.generation import NodeTable, Round
 
 FORMAT, VERSION = "specdec-trace", 1
 DIGITS = 3  # of scores, which are logarithms

@@ -15,9 +15,9 @@ from torch import Tensor
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.attention.inputs import LayerCall
 from specdec.attention.segment import Segment
+from specdec.batch.trees import tables
 from specdec.draft.block.rounds import passes
 from specdec.draft.eagle import worker
-from specdec.verify import tables
 
 CASES = [  # head, shape, settings
     ("eagle3", (4, 1, 5), {"page_size": 4, "prefill_chunk": 5}),

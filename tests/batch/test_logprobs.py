@@ -7,9 +7,9 @@ import torch
 from toolkit.parallel.ranks import ThreadGroup, on_ranks, run_of
 
 from specdec.batch.emitted import read_logprobs, token_logprobs
+from specdec.generation import Logprobs
 from specdec.parallel.group import ALONE
 from specdec.parallel.vocabulary import Vocabulary
-from specdec.steps import Logprobs
 
 V = 11
 

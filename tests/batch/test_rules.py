@@ -164,7 +164,7 @@ def test_what_ends_a_text_ends_that_of_a_grammar() -> None:
 def test_a_step_s_place_is_known() -> None:
     """Keeps out: a declared step that no pass runs, one that runs and no option declares, a drafter's graph without noise that
     is replayed for rows with noise, tables that are not made for a step that reads them."""
-    others = {"sampled", "filtered", "min_p", "processed"}  # of choose_tokens itself
+    others = {"sampled", "filtered", "min_p", "processed", "prediction", "sources"}  # of choose_tokens itself, and of drafts
     assert {*STEPS} == {*EDITS, *others} and not EDITS.keys() & others
     assert Needs.of(*STEPS).drafts.steps >= {"sampled", "filtered", "min_p"}
     tables = {step for step in STEPS if Needs.of(step).rules}

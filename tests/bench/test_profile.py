@@ -168,7 +168,9 @@ def test_phases_are_told_by_the_kernels_that_begin_them() -> None:
     assert words("next_tokens * * accept " * 2) == (["decode"] * 3 + ["accept, commit"]) * 2
     assert words("* * *") == [""] * 3
     sources = "".join(
-        path.read_text() for room in ("attention", "draft", "verify") for path in (ROOT / room).rglob("*_triton.py")
+        path.read_text()
+        for room in ("attention", "draft", "verify", "specdec/batch")
+        for path in (ROOT / room).rglob("*_triton.py")
     )
     assert all(f"def {mark}(" in sources for mark in MARKS), "a kernel that begins a phase was renamed"
 

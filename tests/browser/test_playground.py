@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from toolkit.serving.server import Served
-from toolkit.traces import HOSTILE
+from toolkit.serving.traces import HOSTILE
 
 from specdec import SamplingParams, SpecDecoder, shipped
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toolkit.traces import HOSTILE, drawn_trace
+from toolkit.serving.traces import HOSTILE, drawn_trace
 
 from specdec.trace.html import as_html
 from specdec.trace.trace import Trace

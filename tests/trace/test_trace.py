@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toolkit.traces import drawn_trace
+from toolkit.serving.traces import drawn_trace
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder, shipped
-from specdec.generation import Round
-from specdec.steps import NodeTable
+from specdec.generation import NodeTable, Round
 from specdec.trace.as_text import as_text
 from specdec.trace.html import as_html
 from specdec.trace.trace import Trace, TracedText

@@ -15,7 +15,7 @@ import pytest
 import torch
 from toolkit.checkpoints.load import load_target, read_target_config
 from toolkit.heads.block_zoo import HEADS
-from toolkit.heads.latent_heads import LATENT_HEADS
+from toolkit.heads.kinds.latent_heads import LATENT_HEADS
 from toolkit.models import Zoo, ragged_prompts
 from toolkit.trees import chain_shape, path_depth, random_shape
 

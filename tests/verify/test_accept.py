@@ -38,7 +38,7 @@ def likely_target(parents: list[int], tokens: list[int], vocab: int, rng: random
 
 
 def tensors(accepted: Accepted) -> list[Tensor]:
-    return [*accepted[:-1], *accepted.emitted]
+    return [*accepted[:-1], accepted.emitted.numbers_BX]
 
 
 @pytest.mark.parametrize(("nd", "steps"), [(2, 1), (6, 5), (16, 5), (16, 2), (33, 6), (60, 8)])

@@ -62,7 +62,8 @@ def check_acceptance(tree: DraftTree, targets_BN: Tensor) -> None:
     want, want_base_B = accept(tree, targets_BN, state)
     *got, base_B = launch_accept(on_device(tree), targets_BN.to(DEVICE), copy)
     *got, emitted = got
-    for name, a, b in zip(Accepted._fields, (*got, *emitted), (*want[:-1], *want.emitted), strict=True):
+    ours, theirs = (*got, emitted.numbers_BX), (*want[:-1], want.emitted.numbers_BX)
+    for name, a, b in zip(Accepted._fields, ours, theirs, strict=True):
         assert a.dtype == b.dtype and torch.equal(a.cpu(), b), name
     assert torch.equal(base_B.cpu(), want_base_B)
     for name in ("lens_B", "bonus_B", "active_B", "speculates_B"):

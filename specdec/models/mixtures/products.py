@@ -101,7 +101,7 @@ def mixture(
 
 def chooses(x_TH: Tensor, top_k: int, gate_up: LinearStack, down: LinearStack, form: Form, numerics: Numerics) -> bool:
     """Whether the kernels of `mixture` can choose the only token's experts themselves."""
-    if len(x_TH) != 1 or not gate_up.count:
+    if is_traced(x_TH) or len(x_TH) != 1 or not gate_up.count:  # a traced pass serves any number of tokens
         return False
     tiles = mixture_tiles(x_TH, _stored(gate_up, down, form, x_TH.dtype), top_k, numerics)
     return tiles is not None and tiles.chooses

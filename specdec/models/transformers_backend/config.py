@@ -26,7 +26,7 @@ from specdec.models.schemes.config import SIDECAR
 from specdec.models.transformers_backend.encoder_parts import ENCODER_DECODERS, decoder_config, num_decoder_layers
 from specdec.models.transformers_backend.own_attention.keys import HARMLESS, as_transformers_reads, longest_key, refuse_unread
 from specdec.models.transformers_backend.raw_values import refuse_values
-from specdec.models.transformers_backend.trace import Trace, trace
+from specdec.models.transformers_backend.trace import TracedCalls, trace
 
 _BIASED = "adds a learnt bias for each distance to its logits"
 _NO_ENCODER = {  # why encoder-decoder models of these types can't run
@@ -227,7 +227,7 @@ def layer_kinds(config: Any, where: str) -> tuple[LayerKind, ...]:
     return tuple(made[kind] for kind in types)
 
 
-def _check_windows(kinds: tuple[LayerKind, ...], traced: Trace, where: str) -> None:
+def _check_windows(kinds: tuple[LayerKind, ...], traced: TracedCalls, where: str) -> None:
     for layer, (kind, passed) in enumerate(zip(kinds, traced.sliding_windows, strict=True)):
         if kind.window != passed:
             raise ValueError(
@@ -236,7 +236,7 @@ def _check_windows(kinds: tuple[LayerKind, ...], traced: Trace, where: str) -> N
             )
 
 
-def _intermediate_size(config: Any, traced: Trace) -> int:
+def _intermediate_size(config: Any, traced: TracedCalls) -> int:
     """The width of the layers' MLPs, on average where the config has one for each layer; costs are estimated from it."""
     sizes = getattr(config, "intermediate_size", None) or 4 * traced.hidden_size
     return sizes if isinstance(sizes, int) else round(sum(sizes) / len(sizes))

@@ -26,7 +26,7 @@ _HARMLESS = {
 }  # fmt: skip
 
 
-class Trace(NamedTuple):
+class TracedCalls(NamedTuple):
     """A model's sizes and attention, as its layers' calls show them.
 
     head_dim: of queries and keys.  value_dim: of values.
@@ -51,7 +51,7 @@ class Trace(NamedTuple):
     encoder_head_dim: int | None
 
 
-def trace(config: Any, where: str) -> Trace:
+def trace(config: Any, where: str) -> TracedCalls:
     """Runs a model of this transformers config once and returns what its attention calls show.
 
     where: the config's name for error messages.  ValueError names `where` and the part of the model that specdec can't run.
@@ -97,7 +97,7 @@ def trace(config: Any, where: str) -> Trace:
             "such as a Llama"
         ) from error
     first = calls[0]
-    return Trace(
+    return TracedCalls(
         num_heads=first.query.shape[1],
         num_kv_heads=first.key.shape[1],
         head_dim=first.key.shape[3],

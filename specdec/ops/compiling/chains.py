@@ -48,7 +48,7 @@ GROUPS = (
         "best_nodes first_level expand accept path_tables output_gate rates match_paths predicted_paths "
         "continuations follow join learn halve_counts convolve best_children",
         {
-            "add_rms_norm": "weight",
+            "add_rms_norm": "weight inner",
             "convolve_add_norm": "weight",
             "gated_norm": "weight",
             "router": "bias correction weight",

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from toolkit.driver import Driver
-from toolkit.heads.assistants import ASSISTANTS, AloneAssistant
+from toolkit.heads.kinds.assistants import ASSISTANTS, AloneAssistant
 from toolkit.models import Zoo, ragged_prompts
 from toolkit.oracles.drawn import TOLERANCE, draw, hold_best_siblings, row_errors, running_decoder
 from toolkit.parallel.decoders import fill_with_nan, with_ranks

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from toolkit.checkpoints.plans import plan_memory
-from toolkit.heads.assistants import ASSISTANTS, AloneAssistant, save_assistant
+from toolkit.heads.kinds.assistants import ASSISTANTS, AloneAssistant, save_assistant
 from toolkit.models import Zoo, ragged_prompts
 from toolkit.unlike.targets import TARGETS
 

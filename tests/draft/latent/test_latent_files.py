@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from toolkit.checkpoints.load import load_target, read_target_config
-from toolkit.heads.latent_heads import LATENT_HEADS, LATENT_YARN
+from toolkit.heads.kinds.latent_heads import LATENT_HEADS, LATENT_YARN
 from toolkit.heads.mutations import Change, id_changes, key_changes, tensor_changes, vocabulary_changes
 from toolkit.heads.parts import Latents, Options, random_parts
 from toolkit.heads.writers import modelopt_latent, save, torchspec
@@ -96,7 +96,6 @@ REFUSED = [  # a key of TorchSpec's config, its value, what is said
     ("tie_word_embeddings", True, "tie_word_embeddings must be absent or false"),
     ("attention_bias", True, "attention_bias must be absent or false"),
     ("kv_lora_rank", None, "lacks kv_lora_rank"),
-    ("quantization_config", {"quant_method": "fp8"}, "must be absent: draft heads are read unquantised"),
     ("hidden_act", "gelu", "hidden_act must be 'silu'"),
     ("num_hidden_layers", 2, "num_hidden_layers is 2, but the checkpoint holds one layer"),
     ("v_head_dim", 16, "v_head_dim must be at most"),

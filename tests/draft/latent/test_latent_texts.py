@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from toolkit.deepseek import use_limits
 from toolkit.driver import Driver
-from toolkit.heads.latent_heads import LATENT_HEADS, LatentDrafter, parts_of
+from toolkit.heads.kinds.latent_heads import LATENT_HEADS, LatentDrafter, parts_of
 from toolkit.models import Zoo, ragged_prompts
 from toolkit.oracles.drawn import TOLERANCE, draw, hold_best_siblings, row_errors, running_decoder
 from toolkit.parallel.decoders import fill_with_nan, with_ranks

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from toolkit.driver import Driver
-from toolkit.heads.small_models import HYBRIDS, AloneModel
+from toolkit.heads.kinds.small_models import HYBRIDS, AloneModel
 from toolkit.models import Zoo, ragged_prompts
 from toolkit.oracles.drawn import TOLERANCE, draw, hold_best_siblings, row_errors, running_decoder
 from toolkit.parallel.decoders import fill_with_nan, with_ranks

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from toolkit.driver import Driver
-from toolkit.heads.small_models import SMALL
+from toolkit.heads.kinds.small_models import SMALL
 from toolkit.models import Zoo, ragged_prompts
 from toolkit.parallel.decoders import fill_with_nan, with_ranks
 

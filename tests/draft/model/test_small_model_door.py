@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from toolkit.checkpoints.gguf_files import write_gguf
 from toolkit.checkpoints.plans import plan_memory
 from toolkit.checkpoints.tokenizers import byte_tokenizer, wordpiece_tokenizer
-from toolkit.heads import small_models
+from toolkit.heads.kinds import small_models
 from toolkit.models import Zoo, ragged_prompts, save_target
 from toolkit.recurrent import targets as hybrids
 from toolkit.unlike.targets import save_unlike

@@ -6,7 +6,7 @@ Keeps out: a branch that reads another branch's keys, a bonus token that nobody 
 from __future__ import annotations
 
 import pytest
-from toolkit.heads.small_models import AloneModel
+from toolkit.heads.kinds.small_models import AloneModel
 from toolkit.models import Zoo
 from toolkit.oracles.drawn import TOLERANCE, draw, hold_best_siblings, row_errors, running_decoder
 

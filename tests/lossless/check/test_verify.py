@@ -17,12 +17,13 @@ from toolkit.models import Zoo, ragged_prompts
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder, cli
 from specdec.attention.caches.kv_cache import KVCache
+from specdec.batch.trees import tables
 from specdec.lossless import reference
 from specdec.lossless.choice import GeneratedText
 from specdec.lossless.reference import passes_of, read_text
 from specdec.lossless.widen import widened
 from specdec.session import Session
-from specdec.verify import tables, verifier
+from specdec.verify import verifier
 
 PROMPTS = ragged_prompts(40, 8)
 GREEDY, SAMPLED = SamplingParams(max_tokens=24), SamplingParams(max_tokens=24, temperature=0.9, top_p=0.9, top_k=20, seed=3)

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from specdec import Generation, SamplingParams, SpecConfig, SpecDecoder, shipped
 from specdec.batch.emitted import read_logprobs, token_logprobs
+from specdec.generation import Logprobs
 from specdec.parallel.vocabulary import Vocabulary
-from specdec.steps import Logprobs
 
 V = 40
 

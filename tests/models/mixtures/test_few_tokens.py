@@ -34,7 +34,7 @@ from specdec.ops.products.tiles.experts import ExpertsKind, ExpertTiles, Mixture
 
 interpreted = pytest.mark.skipif(HAS_GPU, reason="the interpreter's turn")
 
-LAUNCHES = "launch_router", "launch_few_gate_up", "launch_few_down"
+LAUNCHES = ("launch_router", "launch_router_one"), ("launch_few_gate_up",), ("launch_few_down",)
 GROUPED = RouterRule(3, "sigmoid", True, groups=4, top_groups=2, group_best=2, normed=True, scaling=1.5)
 MIXTURES = {
     "qwen2-moe": ExpertsConfig(8, 24, RouterRule(3, "softmax", normed=True), shared_size=20, shared_gated=True),
@@ -78,6 +78,11 @@ def use_few_tokens(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Counter
     return use_kernels_everywhere(monkeypatch, *others)
 
 
+def launched(launches: Counter[str]) -> list[int]:
+    """How often the router, gate and up, and down were launched."""
+    return [sum(launches[name] for name in names) for names in LAUNCHES]
+
+
 @interpreted
 @pytest.mark.parametrize("name", MIXTURES)
 @torch.inference_mode()
@@ -95,10 +100,10 @@ def test_a_layer_computes_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -
     launches = use_few_tokens(layer, monkeypatch)
     for T, right in zip((4, 1), want):
         torch.testing.assert_close(layer(x_TH[:T]), right, atol=1e-5, rtol=1e-5)
-    assert [launches[name] for name in LAUNCHES] == [2, 2, 2]
+    assert launched(launches) == [2, 2, 2]
     assert len(called) == 2 * (name in ("qwen2-moe", "latents")), "shared experts of the others' width take no launch"
     layer(x_TH)
-    assert [launches[name] for name in LAUNCHES] == [2, 2, 2], "of more tokens others are asked"
+    assert launched(launches) == [2, 2, 2], "of more tokens others are asked"
 
 
 @interpreted
@@ -109,7 +114,7 @@ def test_a_text_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     launches = use_few_tokens(decoder.model, monkeypatch)
     outputs = decoder.generate(prompts, SamplingParams(max_tokens=4))
     assert outputs[0].token_ids == zoo.greedy("qwen2-moe", prompts[0], 4)
-    assert min(launches[name] for name in LAUNCHES) >= 2
+    assert min(launched(launches)) >= 2
 
 
 @pytest.mark.gpu

@@ -13,7 +13,7 @@ PAGED = ROOT / "attention/kernels/paged_hopper.py"
 WARPGROUP, WARP = (ROOT / f"specdec/ops/products/kernels/quantised/{name}_hopper.py" for name in ("warpgroup", "warp"))
 WORDS = "max_outliers outlier_columns outliers scales zero_points"
 NEVER_WRITTEN = {  # by kernels: arguments that may be read through L1 before a wait
-    "add_rms_norm": "weight",
+    "add_rms_norm": "weight inner",
     "all_to_all_states": "table",  # addresses of the ranks' memory, also in the next three
     "flat": "table",
     "few_rows": "table weight",

@@ -4,7 +4,7 @@ import pytest
 import torch
 from toolkit.kernels import DEVICE
 from toolkit.recurrent.made import Sizes
-from toolkit.recurrent.rounds import Round, copied, equal_memory, in_the_middle, moved
+from toolkit.recurrent.rounds import RoundInputs, copied, equal_memory, in_the_middle, moved
 
 from specdec.ops.recurrent.gated_delta import Gates, tree_outputs
 from specdec.ops.recurrent.states import RuleStates
@@ -20,7 +20,7 @@ def on_device(gates: Gates) -> Gates:
     return Gates(*(each.to(DEVICE) for each in gates.tensors), gates.most)
 
 
-def float32_error(now: Round) -> float:
+def float32_error(now: RoundInputs) -> float:
     """By how much the memory that the definition leaves in float32 differs from that in float64: |a - b| / (1 + |b|)."""
     y, gates = now.x_TC, now.weights.gates(now.a_TH, now.b_TH)
     assert now.layer.rule is not None

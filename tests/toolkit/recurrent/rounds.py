@@ -21,7 +21,7 @@ ROWS = ((9, 7), (2, 3), (4, 5), (ZEROS, 6), (ZEROS, TRASH))  # what each reads a
 Steps = TypeVar("Steps", TreeSteps, ChunkSteps)
 
 
-class Round(NamedTuple):
+class RoundInputs(NamedTuple):
     """A pass over trees that is about to run, on a CPU.  x_TC, a_TH, b_TH: what the layer's projections gave."""
 
     weights: Weights
@@ -32,7 +32,7 @@ class Round(NamedTuple):
     b_TH: Tensor
 
 
-def in_the_middle(sizes: Sizes, nodes: int, chain: bool, dtype: torch.dtype, seed: int, before: int = 6) -> Round:
+def in_the_middle(sizes: Sizes, nodes: int, chain: bool, dtype: torch.dtype, seed: int, before: int = 6) -> RoundInputs:
     """before: nodes of the trees before, some of whose paths are pending."""
     rng, wide = random.Random(seed), torch.promote_types(dtype, torch.float32)
     torch.manual_seed(seed)
@@ -41,12 +41,12 @@ def in_the_middle(sizes: Sizes, nodes: int, chain: bool, dtype: torch.dtype, see
         layer.rule.state_PHKV[number] = torch.randn(sizes.H, sizes.K, sizes.V, dtype=wide)
         layer.conv.conv_PWC[number] = torch.randn(sizes.Z - 1, sizes.C).to(dtype)
     trees = [random_tree(before, rng, row == 0) for row in range(2)]
-    first = Round(weights, layer, steps_of(trees, [(9, 2), (9, 4)], [[], []], before), *inputs(sizes, 2 * before, dtype))
+    first = RoundInputs(weights, layer, steps_of(trees, [(9, 2), (9, 4)], [[], []], before), *inputs(sizes, 2 * before, dtype))
     y_TC = tree_convolution(first.x_TC, weights.conv, layer.conv, first.steps)
     tree_outputs(y_TC, weights.gates(first.a_TH, first.b_TH), layer.rule, first.steps)
     paths = [[], path_to(trees[0], before - 1), path_to(trees[1], rng.randrange(before)), [], []]
     steps = steps_of([random_tree(nodes, rng, chain) for _ in ROWS], list(ROWS), paths, before)
-    return Round(weights, layer, steps, *inputs(sizes, len(ROWS) * nodes, dtype))
+    return RoundInputs(weights, layer, steps, *inputs(sizes, len(ROWS) * nodes, dtype))
 
 
 def inputs(sizes: Sizes, tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 
-from specdec.generation import Round
-from specdec.steps import NodeTable
+from specdec.generation import NodeTable, Round
 from specdec.trace.trace import Trace, TracedText
 
 HOSTILE = [
