@@ -119,6 +119,12 @@ def add_grammar_flags(parser: argparse.ArgumentParser) -> None:
     add("--grammar", type=_grammar, metavar="FILE_OR_TEXT", help="the text is one of this grammar, in Lark's notation or GBNF")
 
 
+def add_prediction_flag(parser: argparse.ArgumentParser) -> None:
+    """What one text may well be.  Commands that run many prompts have none: a prediction is of one prompt."""
+    meaning = "text that the answer may well repeat, as of the file that it edits; needs `--draft ngram`, or a second, `suffix`"
+    parser.add_argument("--prediction", type=lambda name: _read(name, "a file of text"), metavar="FILE", help=meaning)
+
+
 def sampling_of(args: argparse.Namespace, seed: int | None = None) -> SamplingParams:
     """Flags that greedy decoding would not look at are errors: nothing is ignored.  seed: of sampled texts without a --seed."""
     given = {name: getattr(args, name) for name in SAMPLING_OPTIONS if getattr(args, name, None) is not None}

@@ -41,6 +41,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--stats", action="store_true", help="print accept length, tok/s and the seconds of the start to stderr")
     flags.add_sampling_flags(parser)
     flags.add_grammar_flags(parser)
+    flags.add_prediction_flag(parser)
     flags.add_engine_flags(parser, "generate")
 
 

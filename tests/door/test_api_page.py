@@ -26,14 +26,16 @@ from specdec.bench.prompt_file import read_prompts
 from specdec.cli.entry import build_parser
 from specdec.cli.flags import flag_of
 from specdec.train.__main__ import build_parser as train_parser
+from specdec.train.settings import HeadRun, TargetRun
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "API.md").read_text()
 CLASSES = {name: getattr(specdec, name) for name in specdec.__all__}
 SERVING = (ROOT / "docs" / "SERVING.md").read_text()
-SHARED_FLAGS = "Flags of `specdec bench`, `specdec verify` and `specdec generate`"
-SHARING = ("bench", "verify", "generate")
+SHARED_FLAGS = "Flags of `specdec bench`, `specdec verify`, `specdec generate` and `specdec trace`"
+SHARING = ("bench", "verify", "generate", "trace")
 TRAINING = {"head": "specdec train", "target": "scripts/train_target"}
+RUNS = {"head": HeadRun, "target": TargetRun}  # whose fields are flags, left out of a command line that names no value
 SETTINGS = ("EngineOptions", "SamplingParams", "SpecConfig")  # classes that callers make, of which defaults matter
 METHOD_SECTIONS = re.findall(r"^### ([A-Z]\w+\.\w+)$", PAGE, re.M)
 
@@ -121,7 +123,7 @@ def test_the_page_is_read_as_it_is_meant() -> None:
     assert items(section("A", page)) == ["x", "f(a, b)", "g"] and names(section("A", page)) == ["x", "f", "g"]
     assert names(section("A.f", page)) == ["a"] and section("C", page) == ""
     assert documented_flags("B", page) == {"--seed", "--off", "FILE"}
-    assert members(specdec.Chunk) == {"text", "token_ids", "origins", "sources", "logprobs"}
+    assert members(specdec.Chunk) == {"text", "token_ids", "origins", "sources", "logprobs", "rounds"}
     assert "engine" in members(specdec.SpecDecoder)
 
 
@@ -184,7 +186,8 @@ def test_every_training_flag_is_on_the_page_with_its_default() -> None:
     for command, parser in subparsers(train_parser()).items():
         assert documented_flags(TRAINING[command]) == flags(parser), f"docs/API.md, section {TRAINING[command]}"
         given = dict(re.findall(r"`--([\w-]+) ([\w.-]+)`", section(TRAINING[command]).split("explains:")[1].split(".\n")[0]))
-        defaults = {name: str(parser.get_default(name.replace("-", "_"))) for name in given}
+        settings = {field.name.replace("_", "-"): field.default for field in dataclasses.fields(RUNS[command])}
+        defaults = {name: str(settings.get(name, parser.get_default(name.replace("-", "_")))) for name in given}
         assert len(given) > 15 and given == defaults, f"docs/API.md, section {TRAINING[command]}"
 
 

@@ -20,7 +20,7 @@ from specdec.options import setting_of, usable_cpus
 from specdec.train.__main__ import build_parser as train_parser
 
 OPTIONS = fields(EngineOptions)
-COMMANDS = ("bench", "generate", "serve", "verify")
+COMMANDS = ("bench", "generate", "serve", "trace", "verify")
 OTHER: dict[str, tuple[list[str], Any]] = {  # of each option: a value that is not its default, as a flag and as it arrives
     "device": (["cuda:1"], "cuda:1"),
     "dtype": (["bfloat16"], "bfloat16"),
@@ -68,9 +68,12 @@ SAMPLED: dict[str, tuple[list[str], Any]] = {
     "logprobs": (["--logprobs", "2"], 2),
     "logprobs_mode": (["--logprobs", "0", "--logprobs-mode", "processed"], "processed"),
     "n": (["--temperature", "1", "--n", "2"], 2),
+    "prediction": (["--prediction", __file__], Path(__file__).read_text()),
     **{name: (["--temperature", "1", flag_of(name), str(other_number(name))], other_number(name)) for name in NUMBERS},
 }
-GENERATE_ALONE = ("logprobs", "logprobs_mode", "n")  # bench and verify compare one text a prompt, and print no probabilities
+# The others have one text a prompt, print no probabilities, and run many prompts, of which a prediction is one's.
+GENERATE_ALONE = ("logprobs", "logprobs_mode", "n", "prediction")
+NO_FLAG = ("sources", "speculate")  # --draft names who drafts, and --no-speculate or a --target alone decodes plainly
 NOT_IN_BENCH = ("json_schema", "regex", "grammar")  # rounds with a grammar have a benchmark, texts.grammar_rounds
 
 
@@ -130,13 +133,13 @@ def test_every_flag_arrives(command: str) -> None:
         assert engine_of(args) == EngineOptions(**{item.name: value}), item.name
 
 
-@pytest.mark.parametrize("command", ["bench", "generate", "verify"])
-@pytest.mark.parametrize("name", [item.name for item in fields(SamplingParams)])
+@pytest.mark.parametrize("command", ["bench", "generate", "trace", "verify"])
+@pytest.mark.parametrize("name", [item.name for item in fields(SamplingParams) if item.name not in NO_FLAG])
 def test_every_sampling_option_arrives(name: str, command: str) -> None:
     """Keeps out: an option that Python and HTTP have and the command line has not, or reads and loses."""
     words, value = SAMPLED[name]
     assert getattr(SamplingParams(), name) != value
-    without = (*GENERATE_ALONE, *NOT_IN_BENCH) if command == "bench" else GENERATE_ALONE if command == "verify" else ()
+    without = (*GENERATE_ALONE, *NOT_IN_BENCH) if command == "bench" else () if command == "generate" else GENERATE_ALONE
     parser = build_parser()
     if name in without:
         with pytest.raises(SystemExit):
@@ -144,6 +147,12 @@ def test_every_sampling_option_arrives(name: str, command: str) -> None:
         return
     args = parser.parse_args([command, *words])
     assert getattr(sampling_of(args), name) == value
+
+
+@pytest.mark.parametrize("name", NO_FLAG)
+def test_an_option_without_a_flag_is_refused(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    """Keeps out: a list of options without flags that goes on after one has got a flag."""
+    assert f"unrecognized arguments: {flag_of(name)}" in error_of(capsys, "generate", "hi", flag_of(name))
 
 
 def test_bad_words_may_be_texts() -> None:

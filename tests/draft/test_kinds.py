@@ -44,7 +44,7 @@ class EchoDrafter(NgramDrafter):
 
     def draft(self, state: Any, spec: SpecConfig, needs: Any) -> DraftTree:
         rows, S = state.rows, spec.max_steps
-        first_BS = self.store.tokens_N[state.pages.slots_at(torch.arange(S).expand(rows, S))].long()
+        first_BS = self.finder.store.tokens_N[state.pages.slots_at(torch.arange(S).expand(rows, S))].long()
         return DraftTree.chain(torch.cat((state.bonus_B[:, None], first_BS), dim=1))
 
 

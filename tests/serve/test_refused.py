@@ -139,7 +139,7 @@ def test_an_unknown_model(served: Served) -> None:
 
 def test_wrong_paths_and_methods(served: Served) -> None:
     """Keeps out: HTML, redirects and FastAPI's own form of errors, and its pages that load scripts from elsewhere."""
-    for path in ("/", "/docs", "/redoc", "/openapi.json", "/v1/completions/", "/v1/embeddings", "/v1", "/v1/completion"):
+    for path in ("/ui", "/docs", "/redoc", "/openapi.json", "/v1/completions/", "/v1/embeddings", "/v1", "/v1/completion"):
         assert error_of(served.get(path), 404)["code"] == "not_found"
     assert "nearest: /v1/completions" in error_of(served.post("/v1/completion", {}), 404)["message"]
     answer = served.get("/v1/chat/completions")

@@ -34,6 +34,7 @@ OTHER: dict[str, tuple[list[str], Any]] = {  # of each option: a value that is n
     "max_tokens_cap": (["9"], 9),
     "grace_seconds": (["0"], 0),
     "log_prompts": ([], True),
+    "page": ([], False),
 }
 
 
@@ -75,7 +76,8 @@ def test_every_option_is_a_flag(started: list[Any], capsys: pytest.CaptureFixtur
         words, value = OTHER[item.name]
         assert value != item.default and setting_of(item).meaning in help_text
         port = [] if item.name == "port" else ["--port", "0"]
-        assert cli.main(["serve", flag_of(item.name), *words, *port]) == 0
+        flag = flag_of(f"no_{item.name}" if item.default is True else item.name)
+        assert cli.main(["serve", flag, *words, *port]) == 0
         assert started[-1] == "closed" and started[-2] == ServeOptions(**{"port": 0, item.name: value})
     for item in fields(EngineOptions):
         assert flag_of(item.name) in help_text

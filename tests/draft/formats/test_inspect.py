@@ -80,6 +80,6 @@ LAYOUTS = ["safeailab", "specforge", "speculators", "modelopt", "torchspec", "z-
 
 def test_doctor_names_every_layout_and_kind() -> None:
     assert {*WRITERS, *BLOCK_WRITERS, "torchspec"} == {*LAYOUTS}
-    assert [name for name, _ in drafter_rows()] == [*LAYOUTS, "model", "mtp", "ngram"]
+    assert [name for name, _ in drafter_rows()] == [*LAYOUTS, "assistant", "model", "mtp", "ngram"]
     assert "P-EAGLE, DFlash, DFlash2, DSpark" in dict(drafter_rows())["speculators"]
     assert "EAGLE-3.1" in dict(drafter_rows())["specforge"]
