@@ -33,6 +33,7 @@ from specdec.attention.kernels.paged_triton import LN2, LOG2E
 from specdec.attention.kernels.tiles_triton import PagedTiles
 from specdec.attention.kernels.wide.many_producers_hopper import key_producer, value_producer
 from specdec.attention.kernels.wide.wide_hopper import drop_values
+from specdec.attention.kernels.wide.wide_tiles import lies_on_pages
 from specdec.attention.kinds import Scoring
 from specdec.attention.segment import Segment
 from specdec.ops.hopper import barrier, gdc_wait, next_stage, tma_layout
@@ -298,6 +299,7 @@ def launch_wide_many_hopper(
     padded_group = triton.next_power_of_2(G)
     num_tiles = triton.cdiv(segment.max_seqlen_q * padded_group, tiles.block_m)
     assert tiles.block_m == 2 * ROWS and tiles.block_n // min(P, tiles.block_n) in (1, 2, 4, 8)
+    assert lies_on_pages(tiles.block_n, P)
     assert segment.pages.table.stride(1) == 1 and out_THSE.stride() == (H * states * E, states * E, E, 1)
     assert lse_THS.stride(0) == H * states and (splits == 1 or lse_THS.stride(2) == 1)
     assert starts_T is None or (starts_T.shape[0] >= T and starts_T.is_contiguous())

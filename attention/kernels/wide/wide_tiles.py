@@ -61,16 +61,22 @@ def wide_hopper_tiles(
         return None
     if not reads_pages(segment.pages.page_size) or triton.next_power_of_2(H // K) > 64:
         return None
-    return _tiles_of(D, E, segment.max_seqlen_q * triton.next_power_of_2(H // K), segment.starts_T is not None, segment.rows)
+    packed, windowed = segment.max_seqlen_q * triton.next_power_of_2(H // K), segment.starts_T is not None
+    return _tiles_of(D, E, packed, windowed, segment.rows, segment.pages.page_size)
+
+
+def lies_on_pages(block_n: int, page_size: int) -> bool:
+    """Whether blocks of so many keys are some whole pages, or lie on one page: blocks of 128 cross pages of 192."""
+    return block_n % page_size == 0 or page_size % block_n == 0
 
 
 @lru_cache
-def _tiles_of(D: int, E: int, seqlen_q_packgqa: int, windowed: bool, rows: int) -> PagedTiles:
+def _tiles_of(D: int, E: int, seqlen_q_packgqa: int, windowed: bool, rows: int, page_size: int) -> PagedTiles:
     """seqlen_q_packgqa: queries x heads of a padded group."""
     if seqlen_q_packgqa <= ROWS or (windowed and rows < FEW_WINDOWS):
         return HOPPER_TILES[D, E]
     large = LARGE_BLOCKS.get((D, E)) if seqlen_q_packgqa > 2 * ROWS and not windowed else None
-    return large or MANY_TILES[D, E]
+    return large if large is not None and lies_on_pages(large.block_n, page_size) else MANY_TILES[D, E]
 
 
 @lru_cache

@@ -25,7 +25,7 @@ from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.kernels.tiles_triton import PagedTiles, splits_for
 from specdec.attention.kernels.triton_backend import TritonBackend
 from specdec.attention.kernels.wide import wide_hopper, wide_many_hopper
-from specdec.attention.kernels.wide.wide_tiles import HOPPER_TILES, MANY_TILES, wide_hopper_tiles
+from specdec.attention.kernels.wide.wide_tiles import HOPPER_TILES, MANY_TILES, lies_on_pages, wide_hopper_tiles
 from specdec.attention.kinds import PLAIN, Scoring
 from specdec.attention.pages import PageTable
 from specdec.attention.plan import causal_segment, prefix_segment
@@ -112,7 +112,8 @@ def some_tiles(rng: random.Random, case: Case) -> PagedTiles:
     if rng.random() < 0.4:
         return HOPPER_TILES[case.widths]._replace(block_n=rng.choice([32, 64]) if is_mimo else 32, min_split_keys=least)
     tiles = MANY_TILES[case.widths]._replace(min_split_keys=least)
-    return rng.choice([tiles, tiles._replace(block_n=128 if is_mimo else 32, stages=2)])
+    other = tiles._replace(block_n=128 if is_mimo else 32, stages=2)
+    return rng.choice([tiles, other]) if lies_on_pages(other.block_n, case.page_size) else tiles
 
 
 class InTheseTiles(TritonBackend):

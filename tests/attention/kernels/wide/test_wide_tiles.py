@@ -16,9 +16,11 @@ from specdec.attention.plan import causal_segment
 GEMMA, MIMO = (32, 4, 512, 512), (64, 4, 192, 128)  # H, K, D, E
 
 
-def tiles_of(heads: tuple[int, int, int, int], rows: int, queries: int, windowed: bool = False) -> PagedTiles | None:
+def tiles_of(
+    heads: tuple[int, int, int, int], rows: int, queries: int, windowed: bool = False, page_size: int = 16
+) -> PagedTiles | None:
     H, K, D, E = heads
-    pages = PageTable(torch.zeros(rows, 4, dtype=torch.int32), 16)
+    pages = PageTable(torch.zeros(rows, 4, dtype=torch.int32), page_size)
     segment = causal_segment(pages, torch.full((rows,), 60, dtype=torch.int32), queries, "queries")
     if windowed:
         segment = replace(segment, starts_T=torch.zeros(rows * queries, dtype=torch.int32))
@@ -49,3 +51,12 @@ def test_trees_read_larger_blocks() -> None:
     assert chain is not None and tree is not None and (chain.block_n, tree.block_n) == (64, 128)
     for tiles in (chain, tree):
         assert tiles.stages * tiles.block_n * (192 + 128) * 2 + tiles.block_m * 192 * 2 < 227 * 1024
+
+
+@pytest.mark.parametrize("page_size", [16, 32, 64, 128, 192, 256, 320])
+def test_no_block_crosses_pages(page_size: int) -> None:
+    """Keeps out: a block of 128 keys that begins within a page of 192, of which TMA reads 64 of another sequence."""
+    for heads in (GEMMA, MIMO):
+        for queries in (1, 6, 32, 60):
+            tiles = tiles_of(heads, 1, queries, page_size=page_size)
+            assert tiles is not None and (tiles.block_n % page_size == 0 or page_size % tiles.block_n == 0)
