@@ -88,3 +88,24 @@ def test_answers_become_a_table_by_themselves() -> None:
     assert keeper._thread is not None
     keeper._thread.join(10)
     assert not keeper._thread.is_alive()
+
+
+def test_tables_wait_for_slow_rounds() -> None:
+    """Keeps out: tables that pile up, and memory with them, where rounds take their parts slower than new ones are made."""
+    tables, is_behind = list[int](), threading.Event()
+
+    def emit(some: list[TableStep]) -> None:
+        tables.append(len(some))
+        is_behind.set()
+
+    keeper = TableKeeper(None, Answers(1000), emit, is_behind.is_set)
+    keeper.add_answer(4, [1], [2])
+    assert is_behind.wait(10)
+    keeper.add_answer(4, [1], [3])
+    assert not keeper.wait(0.3) and len(tables) == 1
+    is_behind.clear()
+    assert keeper.wait(10) and len(tables) == 2
+    keeper.close()
+    assert keeper._thread is not None
+    keeper._thread.join(10)
+    assert not keeper._thread.is_alive(), "nobody runs the last steps, and the thread waits for them"
