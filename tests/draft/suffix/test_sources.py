@@ -2,9 +2,7 @@
 
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
-import numpy as np
 import pytest
 from toolkit.driver import Driver
 from toolkit.heads.block_zoo import HEADS
@@ -13,11 +11,8 @@ from toolkit.parallel.decoders import with_ranks
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.draft.find import Joined, find_drafter
-from specdec.draft.suffix.host_table import TableText, host_table
-from specdec.draft.suffix.keeper import steps_of
 from specdec.draft.suffix.source import TableFinder
 from specdec.options import EngineOptions
-from specdec.tables.steps import FillTable
 
 BLOCK_HEADS = sorted(HEADS)  # whose names the zoo knows once they are imported
 GIVEN: dict[str, Any] = {
@@ -130,25 +125,11 @@ def test_no_text_reaches_another_scope(zoo: Zoo) -> None:
 def test_a_table_that_lacks_a_part_is_never_read(zoo: Zoo) -> None:
     """Keeps out: the rest of a table whose part could not be brought: in its place stands an older table, of other scopes."""
     decoder = joined(zoo, "answers")
-    engine: Any = decoder.engine
-    table, run, count = finder_of(decoder, "answers").table, engine.runner.run, 0
-
-    def fail_once(step: Any) -> Any:
-        nonlocal count
-        count += isinstance(step, FillTable)
-        if count == 2 and isinstance(step, FillTable):
-            raise MemoryError("no room for this part")
-        return run(step)
-
-    def steps_of_scope(key: int) -> list[Any]:
-        return [*steps_of("answers", host_table({key: [TableText(np.arange(40, dtype=np.int32))]}), 10)]
-
-    engine.table_steps.extend(steps_of_scope(7))
-    with patch.object(engine.runner, "run", fail_once), pytest.raises(MemoryError, match="this part"):
-        engine.run_table_steps()
-    assert not engine.table_steps and not table.keys_2S.any() and not table.half_1.item()
-    engine.table_steps.extend(steps_of_scope(8))  # another one comes whole
-    engine.run_table_steps()
+    driver, table = Driver(decoder), finder_of(decoder, "answers").table
+    with pytest.raises(MemoryError, match="this part"):
+        driver.bring_answers({7: range(40)}, most=10, failing=2)
+    assert not driver.coming_parts and not table.keys_2S.any() and not table.half_1.item()
+    driver.bring_answers({8: range(40)}, most=10)  # another one comes whole
     assert table.keys_2S[table.half_1.item(), 0] == 8
 
 
