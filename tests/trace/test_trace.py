@@ -154,3 +154,13 @@ def test_json_is_utf_8_everywhere(tmp_path: Path) -> None:
     command = [sys.executable, "-P", "-m", "specdec.cli", "trace", str(kept), "--json", str(again)]
     assert subprocess.run(command, env=plain, capture_output=True, text=True).returncode == 0
     assert again.read_bytes() == kept.read_bytes()
+
+
+def test_sources_keep_their_order() -> None:
+    """Keeps out: a kept trace that calls "drafter+suffix" "suffix+drafter", since the suffix alone stands before."""
+    tree = NodeTable([5, 6, 7, 8], [0, 0, 0, 0], [6, 1, 1, 1], [], [0, 2, 3, 4])
+    rounds = [Round(1, 1, tree, ("drafter", "suffix", "prediction"))]
+    made = Trace({}, {}, [TracedText("", 1, [5, 6, 1], ["", "", ""], [0, 1, 0], "eos", rounds)])
+    assert Trace.from_json(made.as_json()).as_json() == made.as_json()
+    with pytest.raises(ValueError, match="trace is damaged"):
+        Trace.from_json(made.as_json().replace('"suffix","drafter+suffix"', '"suffix+drafter","drafter+suffix"'))
