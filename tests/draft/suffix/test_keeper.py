@@ -1,5 +1,6 @@
 """The texts of tables on the host, and the thread that makes tables of them."""
 
+import sys
 import threading
 
 import numpy as np
@@ -67,6 +68,32 @@ def test_corpora_that_do_not_fit() -> None:
         mebibytes = int(memory_for(tokens).removesuffix("MiB"))
         assert capacities(mebibytes << 20)[0] >= tokens
     assert sum(capacities(256 << 20)) * 16 <= 256 << 20
+
+
+def test_room_is_asked_for_while_corpora_come() -> None:
+    """Keeps out: "dictionary changed size during iteration", as an error of status 500, where two callers send corpora."""
+    corpora, one, failed, usual = Corpora(100_000), [text(1)], list[BaseException](), sys.getswitchinterval()
+    for number in range(50):
+        corpora.set(f"kept {number}", one * 3)
+    ended = threading.Event()
+
+    def ask() -> None:
+        try:
+            while not ended.is_set():
+                corpora.left("another")
+        except RuntimeError as error:
+            failed.append(error)
+
+    sys.setswitchinterval(1e-6)
+    try:
+        (thread := threading.Thread(target=ask)).start()
+        for number in range(20_000):
+            corpora.set(f"new {number % 50}", one if number % 100 < 50 else [])
+    finally:
+        ended.set()
+        thread.join()
+        sys.setswitchinterval(usual)
+    assert not failed
 
 
 def test_answers_become_a_table_by_themselves() -> None:
