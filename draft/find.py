@@ -56,7 +56,7 @@ def find_drafter(draft: Draft, options: EngineOptions) -> str | Path | Joined | 
             f"corpus_memory={options.corpus_memory!r} would do nothing without a source {CORPUS!r} or {ANSWERS!r}; nearest "
             f"setting that works: corpus_memory={EngineOptions().corpus_memory!r}"
         )
-    if len(listed) == 1 and not isinstance(draft, list | tuple) and draft not in SOURCES:
+    if len(listed) == 1 and not isinstance(draft, list | tuple) and not _is_source(draft):
         return _find_one(listed[0], options)
     drafter, sources = _told_apart(listed)
     found = _find_one(drafter, options)
@@ -70,6 +70,10 @@ def _find_one(draft: str | Path | None, options: EngineOptions) -> str | Path | 
         refuse_idle(options, draft)
         return draft
     return head_folder(draft)
+
+
+def _is_source(one: Any) -> bool:
+    return isinstance(one, str) and one in SOURCES
 
 
 def refuse_no_corpus(corpus: str | Path, draft: Draft) -> None:
@@ -87,8 +91,8 @@ def _told_apart(draft: Sequence[str | Path]) -> tuple[str | Path, tuple[str, ...
     """The drafter among several sources, and the sources of paths; the text's own matches are the first of these if there are
     any.  ValueError if they are not one drafter, and each source once at most.
     """
-    named = [one for one in draft if one not in SOURCES]
-    sources = [str(one) for one in draft if one in SOURCES]
+    named = [one for one in draft if not _is_source(one)]
+    sources = [str(one) for one in draft if _is_source(one)]
     if len(named) == 1 and not isinstance(named[0], str | Path):
         raise TypeError(f"each source of draft must be a name or a folder, got {named[0]!r}; nearest setting: a string")
     if len(named) != 1 or len(sources) > len(set(sources)) or (sources and named[0] == "ngram"):

@@ -18,6 +18,7 @@ from specdec.draft.suffix.host_table import HostTable, TableText, host_table
 from specdec.draft.suffix.texts import Answers, Corpora
 from specdec.tables.steps import PART_TOKENS, FillTable, TableName, TableStep, UseTable
 
+LOOK = 0.05  # seconds between two looks at whether a table has been taken
 REST = 4.0  # times as long as a table took to be made nothing is made: a fifth of one processor at most
 Emit = Callable[[list[TableStep]], object]  # takes the steps of one table, to be run in this order, one between two rounds
 
@@ -25,11 +26,14 @@ Emit = Callable[[list[TableStep]], object]  # takes the steps of one table, to b
 class TableKeeper:
     """The texts of both tables, each of which may be missing.
 
-    corpora: by name.  answers: by scope.  emit: called on the keeper's own thread.
+    corpora: by name.  answers: by scope.  emit: called on the keeper's own thread.  is_behind: whether steps that were emitted
+    are still to be run; no other table is made until they have been, so that they never pile up.
     """
 
-    def __init__(self, corpora: Corpora | None, answers: Answers | None, emit: Emit) -> None:
-        self.corpora, self.answers, self._emit = corpora, answers, emit
+    def __init__(
+        self, corpora: Corpora | None, answers: Answers | None, emit: Emit, is_behind: Callable[[], bool] = lambda: False
+    ) -> None:
+        self.corpora, self.answers, self._emit, self._is_behind = corpora, answers, emit, is_behind
         self._finished: deque[tuple[int, Sequence[int], Sequence[int]]] = deque(maxlen=4096)  # that no table has yet
         self._changed = set[TableName]()
         self._news = threading.Condition()
@@ -109,6 +113,8 @@ class TableKeeper:
                 self._is_making = False
                 self._news.notify_all()
                 self._news.wait_for(lambda: self._is_closed, timeout=rest)
+                while self._is_behind() and not self._is_closed:  # rounds are slow
+                    self._news.wait_for(lambda: self._is_closed, timeout=LOOK)
 
 
 def steps_of(name: TableName, table: HostTable, most: int = PART_TOKENS) -> Iterator[TableStep]:

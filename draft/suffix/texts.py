@@ -38,8 +38,9 @@ class Corpora:
         return list(self._texts)
 
     def left(self, name: str) -> int:
-        """How many tokens a corpus of that name may have, with one more for each of its texts."""
-        others = [text for other, texts in self._texts.items() if other != name for text in texts]
+        """How many tokens a corpus of that name may have, with one more for each of its texts.  Any thread may ask."""
+        held = list(self._texts.items())  # in one go: callers ask while another thread sets a corpus
+        others = [text for other, texts in held if other != name for text in texts]
         return self.capacity - 1 - sum(text.room for text in others)
 
     def set(self, name: str, texts: Sequence[TableText]) -> None:

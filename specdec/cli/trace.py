@@ -40,7 +40,8 @@ def run(args: argparse.Namespace) -> int:
     check_files({"--out": args.out, "--json": args.json})
     kept = Path(args.prompt) if args.prompt and args.prompt.endswith(".json") else None
     trace = _kept(args, kept) if kept is not None else _made(args)
-    writers: dict[str | None, Any] = {args.out: trace.save_html, args.json: lambda path: path.write_text(trace.as_json())}
+    data = trace.as_json().encode()  # in UTF-8, whatever the machine's own encoding is
+    writers: dict[str | None, Any] = {args.out: trace.save_html, args.json: lambda path: path.write_bytes(data)}
     write_files(writers)
     over()
     if args.text or not (args.out or args.json):

@@ -112,6 +112,13 @@ class EngineThread:
                 self._commands.put(lambda: self._guarded(self.engine.run_table_steps))
                 self._start()
 
+    def is_behind_with_tables(self) -> bool:
+        """Whether steps of `bring_tables` are still to be run; what the last text has left of them runs soon."""
+        if self.is_closed or self.failure is not None or not self.engine.table_steps:
+            return False
+        self.bring_tables(())
+        return True
+
     def settle(self) -> None:
         """Waits until everything that was put before, cancellations for example, has been carried out."""
         done = threading.Event()

@@ -84,7 +84,7 @@ class Engine(Generic[R]):
         """
         with self._all_or_none():
             if self.table_steps:  # one at a time, so that no round waits for a whole table
-                self.runner.run(self.table_steps.popleft())
+                self._run_table_step()
             growing = self.scheduler.grow()
             self._settle()  # of rows that have stepped back, and what an interrupt may have kept an earlier call from
             if growing:
@@ -152,7 +152,14 @@ class Engine(Generic[R]):
         """Brings all of the tables to the runner that are under way.  Nothing while texts run: then rounds do, bit by bit."""
         with self._all_or_none():
             while self.table_steps and self.scheduler.is_idle:
-                self.runner.run(self.table_steps.popleft())
+                self._run_table_step()
+
+    def _run_table_step(self) -> None:
+        try:
+            self.runner.run(self.table_steps.popleft())
+        except BaseException:  # a table that lacks a part would hold an older one's there, of another scope
+            self.table_steps.clear()
+            raise
 
     def _run_before(self, steps: list[Step]) -> list[tuple[Pending, Try]]:
         """Runs steps that emit nothing.  Returns what they measure."""

@@ -9,6 +9,8 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from graphlib import TopologicalSorter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -158,9 +160,16 @@ def _read_round(held: dict[str, Any], length: int) -> Round:
 
 
 def bits_of(sources: Sequence[str]) -> tuple[tuple[str, ...], list[int]]:
-    """Names of sources, and for each node the bits of those that proposed it.  sources: of each node, see Round.sources."""
+    """Names of sources, and for each node the bits of those that proposed it.  sources: of each node, see Round.sources.
+
+    Names that stand together at a node keep their order, whichever of them stands alone at an earlier one.
+    """
     parts = [[name for name in each.split("+") if name not in ("", "grammar")] for each in sources]
-    names = tuple(dict.fromkeys(name for each in parts for name in each)) or ("drafter",)
+    order = TopologicalSorter[str]({name: () for each in parts for name in each})
+    for each in parts:
+        for before, after in pairwise(each):
+            order.add(after, before)
+    names = tuple(order.static_order()) or ("drafter",)  # ValueError if two nodes contradict each other
     return names, [sum(1 << names.index(name) for name in each) for each in parts]
 
 

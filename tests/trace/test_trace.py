@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -140,3 +143,23 @@ def test_every_node_has_its_line() -> None:
             wanted = [(depths[n], f"t{t}", f"t{tree.tokens[tree.parents[n]]}" if n else "") for n, t in enumerate(tree.tokens)]
             wanted.append((depths[end_node] + 1, f"t{tree.chosen[end_node]}", f"t{tree.tokens[end_node]}"))
             assert sorted(found) == sorted(wanted)
+
+
+def test_json_is_utf_8_everywhere(tmp_path: Path) -> None:
+    """Keeps out: a trace in the encoding of the machine that made it, which another one reads wrong, or none at all."""
+    made, again = drawn_trace(random.Random(3), 3), tmp_path / "again.json"
+    (kept := tmp_path / "kept.json").write_text(made.as_json(), encoding="utf-8")
+    plain = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-P", "-m", "specdec.cli", "trace", str(kept), "--json", str(again)]
+    assert subprocess.run(command, env=plain, capture_output=True, text=True).returncode == 0
+    assert again.read_bytes() == kept.read_bytes()
+
+
+def test_sources_keep_their_order() -> None:
+    """Keeps out: a kept trace that calls "drafter+suffix" "suffix+drafter", since the suffix alone stands before."""
+    tree = NodeTable([5, 6, 7, 8], [0, 0, 0, 0], [6, 1, 1, 1], [], [0, 2, 3, 4])
+    rounds = [Round(1, 1, tree, ("drafter", "suffix", "prediction"))]
+    made = Trace({}, {}, [TracedText("", 1, [5, 6, 1], ["", "", ""], [0, 1, 0], "eos", rounds)])
+    assert Trace.from_json(made.as_json()).as_json() == made.as_json()
+    with pytest.raises(ValueError, match="trace is damaged"):
+        Trace.from_json(made.as_json().replace('"suffix","drafter+suffix"', '"suffix+drafter","drafter+suffix"'))

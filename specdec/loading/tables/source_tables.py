@@ -36,7 +36,7 @@ class SourceTables:
         self.corpora = Corpora(held["corpus"]) if "corpus" in held else None
         self.has_answers = "answers" in held
         answers = Answers(held["answers"]) if self.has_answers else None
-        self.keeper = TableKeeper(self.corpora, answers, owner.bring_tables)
+        self.keeper = TableKeeper(self.corpora, answers, owner.bring_tables, owner.is_behind_with_tables)
         owner.at_close.append(self.keeper.close)
         if self.has_answers:
             owner.engine.scheduler.on_answer = self._keep

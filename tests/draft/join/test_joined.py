@@ -130,6 +130,11 @@ def test_sources_at_the_door(zoo: Zoo) -> None:
     assert find_drafter(["suffix", "mtp"], EngineOptions()) == Joined("mtp")
     with pytest.raises(TypeError, match="each source of draft must be a name or a folder, got 5"):
         find_drafter([5, "suffix"], EngineOptions())  # type: ignore[list-item]
+    for unhashable in ([{}], [["mtp"], "corpus"]):  # which no table of names can be asked for
+        with pytest.raises(TypeError, match="each source of draft must be a name or a folder, got "):
+            find_drafter(unhashable, EngineOptions())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="draft must be a folder or a hub id, a str or a Path; got "):
+        find_drafter({"mtp"}, EngineOptions())  # type: ignore[arg-type]
     with pytest.raises(
         ValueError, match=r"max_depth=8; nearest settings that work: max_depth=None, or draft=\[DRAFT, 'suffix'\]"
     ):

@@ -1,5 +1,6 @@
 """The texts of tables on the host, and the thread that makes tables of them."""
 
+import sys
 import threading
 
 import numpy as np
@@ -69,6 +70,32 @@ def test_corpora_that_do_not_fit() -> None:
     assert sum(capacities(256 << 20)) * 16 <= 256 << 20
 
 
+def test_room_is_asked_for_while_corpora_come() -> None:
+    """Keeps out: "dictionary changed size during iteration", as an error of status 500, where two callers send corpora."""
+    corpora, one, failed, usual = Corpora(100_000), [text(1)], list[BaseException](), sys.getswitchinterval()
+    for number in range(50):
+        corpora.set(f"kept {number}", one * 3)
+    ended = threading.Event()
+
+    def ask() -> None:
+        try:
+            while not ended.is_set():
+                corpora.left("another")
+        except RuntimeError as error:
+            failed.append(error)
+
+    sys.setswitchinterval(1e-6)
+    try:
+        (thread := threading.Thread(target=ask)).start()
+        for number in range(20_000):
+            corpora.set(f"new {number % 50}", one if number % 100 < 50 else [])
+    finally:
+        ended.set()
+        thread.join()
+        sys.setswitchinterval(usual)
+    assert not failed
+
+
 def test_answers_become_a_table_by_themselves() -> None:
     """Keeps out: a caller that waits for a table, answers of nobody's scope, a thread that outlives its keeper."""
     steps, came = list[TableStep](), threading.Event()
@@ -88,3 +115,24 @@ def test_answers_become_a_table_by_themselves() -> None:
     assert keeper._thread is not None
     keeper._thread.join(10)
     assert not keeper._thread.is_alive()
+
+
+def test_tables_wait_for_slow_rounds() -> None:
+    """Keeps out: tables that pile up, and memory with them, where rounds take their parts slower than new ones are made."""
+    tables, is_behind = list[int](), threading.Event()
+
+    def emit(some: list[TableStep]) -> None:
+        tables.append(len(some))
+        is_behind.set()
+
+    keeper = TableKeeper(None, Answers(1000), emit, is_behind.is_set)
+    keeper.add_answer(4, [1], [2])
+    assert is_behind.wait(10)
+    keeper.add_answer(4, [1], [3])
+    assert not keeper.wait(0.3) and len(tables) == 1
+    is_behind.clear()
+    assert keeper.wait(10) and len(tables) == 2
+    keeper.close()
+    assert keeper._thread is not None
+    keeper._thread.join(10)
+    assert not keeper._thread.is_alive(), "nobody runs the last steps, and the thread waits for them"

@@ -122,6 +122,17 @@ def test_no_text_reaches_another_scope(zoo: Zoo) -> None:
     assert finder.rows.keys_R.tolist() == [0] * 4, "rows forget their scopes"
 
 
+def test_a_table_that_lacks_a_part_is_never_read(zoo: Zoo) -> None:
+    """Keeps out: the rest of a table whose part could not be brought: in its place stands an older table, of other scopes."""
+    decoder = joined(zoo, "answers")
+    driver, table = Driver(decoder), finder_of(decoder, "answers").table
+    with pytest.raises(MemoryError, match="this part"):
+        driver.bring_answers({7: range(40)}, most=10, failing=2)
+    assert not driver.coming_parts and not table.keys_2S.any() and not table.half_1.item()
+    driver.bring_answers({8: range(40)}, most=10)  # another one comes whole
+    assert table.keys_2S[table.half_1.item(), 0] == 8
+
+
 def test_answers_that_nobody_may_be_proposed(zoo: Zoo) -> None:
     """Keeps out: kept texts of requests that were given up, or where no source reads them."""
     decoder = joined(zoo, "corpus")
