@@ -213,7 +213,7 @@ def require_texts(name: str, stop: Any) -> str | tuple[str, ...]:
 def require_text(name: str, value: Any) -> str:
     """A regular expression or a grammar."""
     if not isinstance(value, str):
-        raise TypeError(f"{name} must be a string, got {value!r} of type {type(value).__name__}"[:400])
+        raise TypeError(f"{name} must be a string, got {shown(value)} of type {type(value).__name__}"[:400])
     if not value or (name == "grammar" and not value.strip()):
         raise ValueError(f"{name} must not be empty; nearest setting that works: leave it out")
     require_characters(name, value)
@@ -224,10 +224,10 @@ def require_ids(name: str, value: Any) -> tuple[int, ...]:
     """The ids of a sequence or of a one-dimensional array of numpy or torch, checked.  name: what errors call them."""
     ids = value.tolist() if is_array(value) and value.ndim == 1 else value
     if not isinstance(ids, Sequence) or isinstance(ids, str | bytes):
-        raise TypeError(f"{name} must be a list of ints, got {value!r} of type {type(value).__name__}")
+        raise TypeError(f"{name} must be a list of ints, got {shown(value)} of type {type(value).__name__}")
     for i, token in enumerate(ids):
         if not is_number(type(token), Integral):
-            raise TypeError(f"{name} must be a list of ints, got {token!r} of type {type(token).__name__} at index {i}")
+            raise TypeError(f"{name} must be a list of ints, got {shown(token)} of type {type(token).__name__} at index {i}")
     return tuple(require_int(f"{name}[{i}]", token, 0, 2**31 - 1) for i, token in enumerate(ids))
 
 
@@ -243,23 +243,29 @@ def require_prediction(name: str, value: Any) -> str | tuple[int, ...]:
     return kept
 
 
+def shown(value: Any) -> str:
+    """A wrong value as an error names it: not longer than a line or two."""
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
 def require_names(name: str, value: Any) -> tuple[str, ...]:
     """Texts, each of them once, and one at least."""
     if not isinstance(value, Sequence) or isinstance(value, str | bytes) or not all(isinstance(each, str) for each in value):
-        raise TypeError(f"{name} must be a list of strings, got {value!r} of type {type(value).__name__}")
+        raise TypeError(f"{name} must be a list of strings, got {shown(value)} of type {type(value).__name__}")
     if not value or len(set(value)) < len(value):
         raise ValueError(
-            f"{name} must hold one name or more, each once, got {list(value)!r}; nearest setting that works: leave it out"
+            f"{name} must hold one name or more, each once, got {shown(list(value))}; nearest setting that works: leave it out"
         )
     return tuple(value)
 
 
 def require_bias(name: str, value: Any) -> dict[int, float]:
     if not isinstance(value, Mapping):
-        raise TypeError(f"{name} must be a dict from token ids to numbers, got {value!r} of type {type(value).__name__}")
+        raise TypeError(f"{name} must be a dict from token ids to numbers, got {shown(value)} of type {type(value).__name__}")
     for token in value:
         if not is_number(type(token), Integral):
-            raise TypeError(f"{name} must have token ids as keys, got {token!r} of type {type(token).__name__}")
+            raise TypeError(f"{name} must have token ids as keys, got {shown(token)} of type {type(token).__name__}")
         if not 0 <= token < 2**31:
             raise ValueError(f"{name} must have token ids of at least 0 as keys, got {token}")
     return {int(token): require_float(f"{name}[{token}]", added, -100.0, 100.0) for token, added in value.items()}
@@ -269,7 +275,7 @@ def require_words(name: str, value: Any) -> tuple[str, ...] | tuple[tuple[int, .
     """Texts alone, or lists of ids alone."""
     expected = f"{name} must be a list of strings or a list of lists of ints"
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
-        raise TypeError(f"{expected}, got {value!r} of type {type(value).__name__}")
+        raise TypeError(f"{expected}, got {shown(value)} of type {type(value).__name__}")
     are_texts = all(isinstance(word, str) for word in value)
     for word in value:
         if are_texts:
