@@ -88,6 +88,12 @@ def test_depths_that_no_round_reached_have_no_bar(tmp_path: Path, open_page: Cal
     assert page.evaluate("[...document.querySelectorAll('#depth .mark')].map((mark) => mark.textContent)") == ["0 %"]
 
 
+def is_in_sight(name: str) -> str:
+    """Whether this element stands between the drawing's upper and lower edge."""
+    return f"""(() => {{ const [b, tree] = [{name!r}, '#tree'].map((e) => document.querySelector(e).getBoundingClientRect());
+      return b.top >= tree.top && b.bottom <= tree.bottom }})()"""
+
+
 @pytest.mark.parametrize("width", [390, 1600])
 def test_a_deep_path_is_in_sight(tmp_path: Path, open_page: Callable[..., Any], width: int) -> None:
     """Keeps out: marks over bars that cover each other, words wider than their node, a tall tree without its root in sight."""
@@ -102,7 +108,9 @@ def test_a_deep_path_is_in_sight(tmp_path: Path, open_page: Callable[..., Any], 
     assert boxes and all(one[1] <= other[0] for one, other in zip(boxes, boxes[1:], strict=False))
     inside = "[...document.querySelectorAll('#tree .node text')].every((e) => e.getBBox().x + e.getBBox().width <= 116)"
     assert page.evaluate(inside), "a text crosses its node's edge"
-    middle = page.evaluate("""(() => { const of = (e) => document.querySelector(e).getBoundingClientRect(), tree = of('#tree');
-      return [of('#tree .root'), of('#tree .own')].every((b) => b.top >= tree.top && b.bottom <= tree.bottom) })()""")
-    assert middle, "the root or the end of the path is out of sight"
+    both = [page.evaluate(is_in_sight(name)) for name in ("#tree .root", "#tree .own")]
+    assert all(both), "the root or the end of the path is out of sight"
+    page.set_viewport_size({"width": width, "height": 300})
+    page.keyboard.press("Home")
+    assert page.evaluate(is_in_sight("#tree .root")), "the root of a path that does not fit is out of sight"
     assert page.evaluate("[...document.querySelectorAll('th')].every((e) => e.clientHeight < 40)"), "a name in two lines"

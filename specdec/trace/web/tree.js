@@ -96,7 +96,9 @@ const SpecdecTree = (() => {
     }
     svg.append(edges, nodes);
     container.replaceChildren(svg);
-    container.scrollTop = (y(0) + y(own) + HEIGHT - container.clientHeight) / 2; // of a tree that is too high, the path taken
+    /* Of a tree that is too high: the middle of the path taken, or of as much of it as fits beside the root. */
+    const high = container.clientHeight, middle = (y(0) + y(own) + HEIGHT - high) / 2;
+    container.scrollTop = Math.min(y(0) - 4, Math.max(y(0) + HEIGHT + 4 - high, middle));
     return path;
   }
 
