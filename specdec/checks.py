@@ -46,7 +46,7 @@ def field_of(error: BaseException) -> str:
 def require_int(name: str, value: Any, low: int, high: float = math.inf) -> int:
     """The value as an int, if it is an integer of Python or numpy within [low, high].  A bool is refused."""
     if not is_number(type(value), Integral):
-        raise TypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}")
+        raise TypeError(f"{name} must be an int, got {shown(value)} of type {type(value).__name__}")
     if not low <= value <= high:
         bounds = f">= {low}" if high == math.inf else f"in [{low}, {int(high)}]"
         nearest = low if value < low else int(high)
@@ -57,7 +57,7 @@ def require_int(name: str, value: Any, low: int, high: float = math.inf) -> int:
 def require_float(name: str, value: Any, low: float, high: float, *, above_low: bool = False) -> float:
     """The value as a float, if it is a finite number of Python or numpy within [low, high] (or (low, high])."""
     if not is_number(type(value), Real):
-        raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
+        raise TypeError(f"{name} must be a number, got {shown(value)} of type {type(value).__name__}")
     if not low <= value <= high or (above_low and value == low):
         bounds = f"{'(' if above_low else '['}{low}, {high}]"
         nearest = high if value > low else low
@@ -80,7 +80,7 @@ def require_memory(name: str, value: Any, of: str = "the free memory") -> int | 
 
     of: what it is a share of, for errors.
     """
-    expected = f"{name} must be a number of bytes, a size such as '2GiB', or a share of {of} below 1, got {value!r}"
+    expected = f"{name} must be a number of bytes, a size such as '2GiB', or a share of {of} below 1, got {shown(value)}"
     nearest = f"nearest setting that works: {name}="
     if not isinstance(value, str) and not is_number(type(value), Real):
         raise TypeError(f"{expected} of type {type(value).__name__}; {nearest}'auto'")
@@ -99,7 +99,9 @@ def require_memory(name: str, value: Any, of: str = "the free memory") -> int | 
 
 def require_size(name: str, value: Any, low: int = 1 << 20, high: int = 1 << 36) -> int:
     """A number of bytes from `low` to `high`; texts such as "2GiB" are read."""
-    expected = f"{name} must be a number of bytes or a size such as '2GiB', {low >> 20}MiB to {high >> 30}GiB, got {value!r}"
+    expected = (
+        f"{name} must be a number of bytes or a size such as '2GiB', {low >> 20}MiB to {high >> 30}GiB, got {shown(value)}"
+    )
     if not isinstance(value, str) and not is_number(type(value), Integral):
         raise TypeError(f"{expected} of type {type(value).__name__}; nearest setting that works: {name}='{low >> 20}MiB'")
     size = bytes_of(value) if isinstance(value, str) else int(value)
@@ -112,7 +114,7 @@ def require_size(name: str, value: Any, low: int = 1 << 20, high: int = 1 << 36)
 def require_file(name: str, value: Any) -> Any:
     """The name of a file, which is not looked at."""
     if not isinstance(value, str | Path):
-        raise TypeError(f"{name} must be the name of a file, got {value!r} of type {type(value).__name__}")
+        raise TypeError(f"{name} must be the name of a file, got {shown(value)} of type {type(value).__name__}")
     if not str(value).strip():
         raise ValueError(f"{name} must be the name of a file, got an empty one; nearest setting that works: {name}=None")
     return value
@@ -121,7 +123,7 @@ def require_file(name: str, value: Any) -> Any:
 def require_bool(name: str, value: Any, nearest: bool) -> bool:
     """The value, if it is True or False.  nearest: the setting that the error proposes."""
     if not isinstance(value, bool):
-        raise TypeError(f"{name} must be a bool, got {value!r}; nearest setting that works: {name}={nearest}")
+        raise TypeError(f"{name} must be a bool, got {shown(value)}; nearest setting that works: {name}={nearest}")
     return value
 
 
@@ -134,7 +136,7 @@ def require_choice(name: str, value: Any, choices: Sequence[Any], default: Any) 
     if any(plain == choice and type(plain) is type(choice) for choice in choices):
         return value
     *others, last = map(repr, choices)
-    expected = f"{name} must be {', '.join(others)} or {last}, got {value!r}"
+    expected = f"{name} must be {', '.join(others)} or {last}, got {shown(value)}"
     if type(plain) not in {type(choice) for choice in choices}:
         raise TypeError(f"{expected} of type {type(value).__name__}; nearest setting that works: {name}={default!r}")
     alike = nearest_name(plain, [choice for choice in choices if isinstance(choice, str)]) if isinstance(plain, str) else ""
@@ -213,7 +215,7 @@ def require_texts(name: str, stop: Any) -> str | tuple[str, ...]:
 def require_text(name: str, value: Any) -> str:
     """A regular expression or a grammar."""
     if not isinstance(value, str):
-        raise TypeError(f"{name} must be a string, got {value!r} of type {type(value).__name__}"[:400])
+        raise TypeError(f"{name} must be a string, got {shown(value)} of type {type(value).__name__}"[:400])
     if not value or (name == "grammar" and not value.strip()):
         raise ValueError(f"{name} must not be empty; nearest setting that works: leave it out")
     require_characters(name, value)
@@ -224,10 +226,10 @@ def require_ids(name: str, value: Any) -> tuple[int, ...]:
     """The ids of a sequence or of a one-dimensional array of numpy or torch, checked.  name: what errors call them."""
     ids = value.tolist() if is_array(value) and value.ndim == 1 else value
     if not isinstance(ids, Sequence) or isinstance(ids, str | bytes):
-        raise TypeError(f"{name} must be a list of ints, got {value!r} of type {type(value).__name__}")
+        raise TypeError(f"{name} must be a list of ints, got {shown(value)} of type {type(value).__name__}")
     for i, token in enumerate(ids):
         if not is_number(type(token), Integral):
-            raise TypeError(f"{name} must be a list of ints, got {token!r} of type {type(token).__name__} at index {i}")
+            raise TypeError(f"{name} must be a list of ints, got {shown(token)} of type {type(token).__name__} at index {i}")
     return tuple(require_int(f"{name}[{i}]", token, 0, 2**31 - 1) for i, token in enumerate(ids))
 
 
@@ -243,23 +245,29 @@ def require_prediction(name: str, value: Any) -> str | tuple[int, ...]:
     return kept
 
 
+def shown(value: Any) -> str:
+    """A wrong value as an error names it: not longer than a line or two."""
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
 def require_names(name: str, value: Any) -> tuple[str, ...]:
     """Texts, each of them once, and one at least."""
     if not isinstance(value, Sequence) or isinstance(value, str | bytes) or not all(isinstance(each, str) for each in value):
-        raise TypeError(f"{name} must be a list of strings, got {value!r} of type {type(value).__name__}")
+        raise TypeError(f"{name} must be a list of strings, got {shown(value)} of type {type(value).__name__}")
     if not value or len(set(value)) < len(value):
         raise ValueError(
-            f"{name} must hold one name or more, each once, got {list(value)!r}; nearest setting that works: leave it out"
+            f"{name} must hold one name or more, each once, got {shown(list(value))}; nearest setting that works: leave it out"
         )
     return tuple(value)
 
 
 def require_bias(name: str, value: Any) -> dict[int, float]:
     if not isinstance(value, Mapping):
-        raise TypeError(f"{name} must be a dict from token ids to numbers, got {value!r} of type {type(value).__name__}")
+        raise TypeError(f"{name} must be a dict from token ids to numbers, got {shown(value)} of type {type(value).__name__}")
     for token in value:
         if not is_number(type(token), Integral):
-            raise TypeError(f"{name} must have token ids as keys, got {token!r} of type {type(token).__name__}")
+            raise TypeError(f"{name} must have token ids as keys, got {shown(token)} of type {type(token).__name__}")
         if not 0 <= token < 2**31:
             raise ValueError(f"{name} must have token ids of at least 0 as keys, got {token}")
     return {int(token): require_float(f"{name}[{token}]", added, -100.0, 100.0) for token, added in value.items()}
@@ -269,7 +277,7 @@ def require_words(name: str, value: Any) -> tuple[str, ...] | tuple[tuple[int, .
     """Texts alone, or lists of ids alone."""
     expected = f"{name} must be a list of strings or a list of lists of ints"
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
-        raise TypeError(f"{expected}, got {value!r} of type {type(value).__name__}")
+        raise TypeError(f"{expected}, got {shown(value)} of type {type(value).__name__}")
     are_texts = all(isinstance(word, str) for word in value)
     for word in value:
         if are_texts:

@@ -17,7 +17,7 @@ from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn, Self
 
-from specdec.checks import about, require_bool, require_text
+from specdec.checks import about, require_bool, require_text, shown
 from specdec.config import SamplingParams
 from specdec.draft.drafter import DraftModel
 from specdec.engine.engine_thread import EngineThread
@@ -321,7 +321,7 @@ class LoadedDecoder:
         if unknown := [name for name in sampling.sources or () if head is not None and name not in head.sources]:
             with about("sources"):
                 known = list(head.sources) if head is not None else []
-                raise ValueError(f"sources names {unknown[0]!r}; expected some of {known}; nearest: {known[0]!r}")
+                raise ValueError(f"sources names {shown(unknown[0])}; expected some of {known}; nearest: {known[0]!r}")
 
 
 def _wait(queues: Sequence[OutputQueue], news: SimpleQueue[None], show: Progress | None) -> None:

@@ -23,12 +23,11 @@ from specdec.draft.drafter import Drafter, DrafterContext, DraftModel, DraftNeed
 from specdec.draft.join.join import sources_of
 from specdec.draft.join.paths import Paths
 from specdec.draft.kind import PREDICTION, SUFFIX
-from specdec.draft.ngram.grow import candidates_of
+from specdec.draft.ngram.grow import grow
 from specdec.draft.ngram.lookup import continuations, find_matches
 from specdec.draft.ngram.source import OwnTextFinder
 from specdec.draft.ngram.store import ENTRY_BYTES
 from specdec.draft.prediction.source import Predicted
-from specdec.draft.tree.build_tree import best_nodes
 from specdec.steps import Needs, RowEntry
 
 PREDICTION_WORTH = 3  # tokens of a match in the text that a prediction's place is worth beside its own match
@@ -136,8 +135,7 @@ def _tree_of(state: BatchState, spec: SpecConfig, tokens_BMS: Tensor, lengths_BM
         best_B11 = lengths_BM.argmax(1)[:, None, None]
         tokens_BS = tokens_BMS.gather(1, best_B11.expand(-1, 1, spec.max_steps))[:, 0]
         return DraftTree.chain(torch.cat((state.bonus_B[:, None], tokens_BS), dim=1))
-    candidates = candidates_of(tokens_BMS, lengths_BM)
-    return best_nodes(candidates, state.bonus_B, spec.num_draft_tokens, spec.max_steps)
+    return grow(tokens_BMS, lengths_BM, state.bonus_B, spec.num_draft_tokens)
 
 
 def num_continuations(spec: SpecConfig) -> int:

@@ -1,19 +1,37 @@
-"""From continuations to the candidates of one tree: common beginnings become common nodes.
+"""From continuations to one tree: common beginnings become common nodes, and the best of them are kept.
 
 Knows tokens and scores, neither texts nor pages.
 
-Shapes: B sequences, M continuations, S tokens of each, C = M * S candidates; candidate m * S + s is token s of continuation m.
+Shapes: B sequences, M continuations, S tokens of each, N nodes, C = M * S candidates; candidate m * S + s is token s of
+continuation m.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
+from specdec.batch.tree import DraftTree
+from specdec.draft.tree.build_tree import best_nodes
 from specdec.draft.tree.expand import Candidates
 from specdec.ops.index import arange
 
 DECAY = 0.8  # how likely a continuation is to be right for one more token
+
+
+def grow(tokens_BMS: Tensor, lengths_BM: Tensor, root_B: Tensor, num_draft_tokens: int) -> DraftTree:
+    """The tree of the best nodes of these continuations, see `candidates_of`.
+
+    Shares choose the nodes, and become logarithms afterwards: as logarithms other nodes would tie.  A node that only fills the
+    tree never survives.
+    """
+    tree = best_nodes(candidates_of(tokens_BMS, lengths_BM), root_B, num_draft_tokens, tokens_BMS.shape[2])
+    assert tree.scores_BN is not None
+    scores_BN = tree.scores_BN.clamp(min=0).log()
+    scores_BN[:, 0] = 0  # the root, whose share best_nodes gives as 0
+    return replace(tree, scores_BN=scores_BN)
 
 
 def candidates_of(tokens_BMS: Tensor, lengths_BM: Tensor) -> Candidates:
@@ -21,9 +39,10 @@ def candidates_of(tokens_BMS: Tensor, lengths_BM: Tensor) -> Candidates:
 
     tokens_BMS: int64.  lengths_BM: int64, how many tokens before each continuation matched; longer matches weigh more.
 
-    A node's score is the share of all weight that goes through it, times DECAY a level.  Of continuations that begin alike only
-    the first one has the common nodes.  The others' places are filled with children of the root that hold tokens which no other
-    child of the root holds, with the lowest score: a tree has a fixed number of nodes, and siblings must differ.
+    A node's score is the share of all weight that goes through it, times DECAY a level: no logarithm yet.  Of continuations
+    that begin alike only the first one has the common nodes.  The others' places are filled with children of the root that hold
+    tokens which no other child of the root holds, with the lowest score: a tree has a fixed number of nodes, and siblings must
+    differ.
     """
     B, M, S = tokens_BMS.shape
     C, device = M * S, tokens_BMS.device

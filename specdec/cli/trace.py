@@ -56,6 +56,10 @@ def _kept(args: argparse.Namespace, path: Path) -> Trace:
     changed = args.parser.changed(args, besides={"prompt", "out", "json", "text", "pace"})
     if changed:
         raise ValueError(f"{', '.join(changed)} would do nothing to the trace in {path}; leave it out")
+    if args.out and Path(args.out).resolve() == path.resolve():
+        raise ValueError(
+            f"--out {args.out} would put the page in the trace's place; give it a name of its own, such as {path.stem}.html"
+        )
     if not path.is_file():
         raise ValueError(f"PROMPT {str(path)!r} ends as the file of a trace does, and there is no such file")
     from specdec.trace.trace import Trace

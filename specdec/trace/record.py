@@ -12,6 +12,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
+from specdec.checks import require_bool
 from specdec.config import SamplingParams, changed_options
 from specdec.generation import Generation
 from specdec.loaded import LoadedDecoder, per_prompt
@@ -33,6 +34,7 @@ def record(
 
     times: whether the first prompt runs twice more, alone: first to capture each phase, then to measure it.
     """
+    require_bool("times", times, True)
     listed = as_prompt_list(prompts)
     params = [_seeded(each) for each in per_prompt(sampling, len(listed))]
     if any(each.n != 1 for each in params):

@@ -84,6 +84,8 @@ class Trace:
             held = json.loads(text)
         except ValueError as error:
             raise ValueError(f"{name} is not JSON: {error}") from error
+        except RecursionError:
+            raise ValueError(f"{name} is no trace: its JSON is nested too deeply") from None
         if not isinstance(held, dict) or held.get("format") != FORMAT:
             raise ValueError(
                 f'{name} is no trace: expected an object with "format": "{FORMAT}", as specdec trace --json writes'
@@ -92,9 +94,9 @@ class Trace:
             raise ValueError(f"{name} has version {held.get('version')!r}, expected {VERSION}; nearest: trace once more")
         try:
             return cls(
-                {str(key): str(value) for key, value in held["about"].items()},
-                {int(token): _text(piece) for token, piece in held["pieces"].items()},
-                [_read_text(each) for each in held["texts"]],
+                {str(key): str(value) for key, value in _object(held["about"]).items()},
+                {int(token): _text(piece) for token, piece in _object(held["pieces"]).items()},
+                [_read_text(_object(each)) for each in _list(held["texts"])],
             )
         except KeyError as error:
             raise ValueError(f"{name} is damaged: {error} is missing") from error
@@ -126,13 +128,13 @@ def round_as_json(each: Round) -> dict[str, Any]:
 
 
 def _read_text(held: dict[str, Any]) -> TracedText:
-    tokens, pieces, origins = _ints(held["tokens"]), [_text(each) for each in held["pieces"]], _ints(held["origins"])
+    tokens, pieces, origins = _ints(held["tokens"]), [_text(each) for each in _list(held["pieces"])], _ints(held["origins"])
     assert len(tokens) == len(pieces) == len(origins), "tokens, pieces and origins differ in length"
     assert held["finish"] in FINISH, f"finish must be one of {', '.join(FINISH)}, got {held['finish']!r}"
-    rounds = [_read_round(each, len(tokens)) for each in held["rounds"]]
+    rounds = [_read_round(_object(each), len(tokens)) for each in _list(held["rounds"])]
     times = [
-        RoundTime({k: _number(v) for k, v in each.items() if k != "wall"}, _number(each["wall"]))
-        for each in held.get("times", ())
+        RoundTime({k: _number(v) for k, v in _object(each).items() if k != "wall"}, _number(each["wall"]))
+        for each in _list(held.get("times", []))
     ]
     (count,) = _ints([held["prompt_tokens"]])
     return TracedText(_text(held["prompt"]), count, tokens, pieces, origins, held["finish"], rounds, times)
@@ -140,8 +142,8 @@ def _read_text(held: dict[str, Any]) -> TracedText:
 
 def _read_round(held: dict[str, Any], length: int) -> Round:
     tokens, parents, chosen = (_ints(held[name]) for name in ("tokens", "parents", "chosen"))
-    names, bits = bits_of([_text(each) for each in held["sources"]])
-    tree = NodeTable(tokens, parents, chosen, [_number(each) for each in held["scores"]], bits or [0] * len(tokens))
+    names, bits = bits_of([_text(each) for each in _list(held["sources"])])
+    tree = NodeTable(tokens, parents, chosen, [_number(each) for each in _list(held["scores"])], bits or [0] * len(tokens))
     nodes, (first, accepted) = len(tree.tokens), _ints([held["first"], held["accepted"]])
     assert (
         nodes
@@ -149,6 +151,7 @@ def _read_round(held: dict[str, Any], length: int) -> Round:
         and len(tree.sources) == nodes
         and len(tree.scores) in (0, nodes)
     ), "a tree's columns differ"
+    assert all(score <= 0 for score in tree.scores), f"scores are logarithms, at most 0, got {max(tree.scores):g}"
     assert not tree.parents[0] and all(0 <= parent < n for n, parent in enumerate(tree.parents) if n), "a parent comes too late"
     assert 0 <= first < length and 0 <= accepted < nodes, "a round stands outside of its text"
     made = Round(first, accepted, tree, names)
@@ -171,6 +174,18 @@ def bits_of(sources: Sequence[str]) -> tuple[tuple[str, ...], list[int]]:
             order.add(after, before)
     names = tuple(order.static_order()) or ("drafter",)  # ValueError if two nodes contradict each other
     return names, [sum(1 << names.index(name) for name in each) for each in parts]
+
+
+def _object(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise TypeError(f"expected an object, got {str(value)[:40]}")
+    return value
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise TypeError(f"expected a list, got {str(value)[:40]}")
+    return value
 
 
 def _ints(values: Any) -> list[int]:

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 from toolkit.serving.traces import HOSTILE, drawn_trace
 
+from specdec.generation import Round
+from specdec.steps import NodeTable
 from specdec.trace.html import as_html
-from specdec.trace.trace import Trace
+from specdec.trace.trace import Trace, TracedText
 
 NODES = """[...document.querySelectorAll('#tree .node')].map((node) => [Number(node.dataset.node), Number(node.dataset.token),
   node.classList[1]])"""
@@ -76,3 +78,39 @@ def test_hostile_texts_stay_texts(tmp_path: Path, open_page: Callable[..., Any],
         assert page.evaluate("document.querySelectorAll('script, b, img, iframe').length") == 2
         assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
         assert page.text_content("#text .prompt") == HOSTILE[hostile]
+
+
+def test_depths_that_no_round_reached_have_no_bar(tmp_path: Path, open_page: Callable[..., Any]) -> None:
+    """Keeps out: "0 %" of no round at all, for the deepest nodes of branches that nobody took."""
+    off = [Round(1, 0, NodeTable([0, *range(101, 116)], [0, *range(15)], [1] * 16, [], [0] * 16), ("drafter",))]
+    trace = replace(drawn_trace(random.Random(4), 1), texts=[TracedText("a", 1, [0, 1], ["a", "b"], [0, 0], "eos", off)])
+    page = open_page(saved(trace, tmp_path))
+    assert page.evaluate("[...document.querySelectorAll('#depth .mark')].map((mark) => mark.textContent)") == ["0 %"]
+
+
+def is_in_sight(name: str) -> str:
+    """Whether this element stands between the drawing's upper and lower edge."""
+    return f"""(() => {{ const [b, tree] = [{name!r}, '#tree'].map((e) => document.querySelector(e).getBoundingClientRect());
+      return b.top >= tree.top && b.bottom <= tree.bottom }})()"""
+
+
+@pytest.mark.parametrize("width", [390, 1600])
+def test_a_deep_path_is_in_sight(tmp_path: Path, open_page: Callable[..., Any], width: int) -> None:
+    """Keeps out: marks over bars that cover each other, words wider than their node, a tall tree without its root in sight."""
+    chain, leaves = list(range(1, 16)), list(range(200, 220))
+    tokens, parents = [0, *leaves, *chain], [0] * 21 + [0, *range(21, 35)]
+    chosen = [1] + [9] * 20 + [*range(2, 16), 99]
+    round_ = Round(1, 15, NodeTable(tokens, parents, chosen, [0.0] + [-0.001] * 35, [0] * 36), ("drafter",))
+    text = TracedText("a", 1, [0, *chain, 99], ["a"] * 17, [0, *range(1, 16), 0], "length", [round_])
+    trace = Trace({"shape of a tree": "15,21,36"}, dict.fromkeys([*tokens, *chosen], "wwwwwwwwwwwwwwwwww"), [text])
+    page = open_page(saved(trace, tmp_path), width)
+    boxes = page.evaluate("[...document.querySelectorAll('#depth .mark')].map((e) => (b => [b.x, b.x + b.width])(e.getBBox()))")
+    assert boxes and all(one[1] <= other[0] for one, other in zip(boxes, boxes[1:], strict=False))
+    inside = "[...document.querySelectorAll('#tree .node text')].every((e) => e.getBBox().x + e.getBBox().width <= 116)"
+    assert page.evaluate(inside), "a text crosses its node's edge"
+    both = [page.evaluate(is_in_sight(name)) for name in ("#tree .root", "#tree .own")]
+    assert all(both), "the root or the end of the path is out of sight"
+    page.set_viewport_size({"width": width, "height": 300})
+    page.keyboard.press("Home")
+    assert page.evaluate(is_in_sight("#tree .root")), "the root of a path that does not fit is out of sight"
+    assert page.evaluate("[...document.querySelectorAll('th')].every((e) => e.clientHeight < 40)"), "a name in two lines"

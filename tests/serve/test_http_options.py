@@ -299,9 +299,13 @@ def test_predictions_over_http() -> None:
                 ({**given, "speculate": False}, "prediction would do nothing with speculate=False"),
                 ({**given, "sources": ["drafter"]}, "sources leaves out the prediction"),
                 ({"sources": ["corpse"]}, "sources names 'corpse'; expected some of"),
+                ({"sources": ["drafter"] * 10_000}, "each once, got ['drafter',"),
+                ({"sources": ["corpse" * 10_000]}, "expected some of"),
+                ({"prompt": [1, "a" * 10_000]}, "prompt must hold texts alone"),
+                ({"max_tokens": [1] * 10_000}, "max_tokens must be an int, got [1, 1,"),
             ):
                 error = error_of(server.post(COMPLETIONS, {**asked, **wrong}), 400)
-                assert message in error["message"], error
+                assert message in error["message"] and len(error["message"]) < 600, error
 
 
 def test_a_server_without_sources_refuses_predictions(served: Served) -> None:

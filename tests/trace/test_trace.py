@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from toolkit.serving.traces import drawn_trace
 
-from specdec import SamplingParams, SpecConfig, SpecDecoder, shipped
+from specdec import SamplingParams, SpecConfig, SpecDecoder, cli, shipped
 from specdec.generation import NodeTable, Round
 from specdec.trace.as_text import as_text
 from specdec.trace.html import as_html
@@ -69,6 +69,10 @@ def test_json_keeps_all() -> None:
         (lambda held: held["texts"][0]["rounds"][0]["chosen"].__setitem__(0, 999_999), "did not choose"),
         (lambda held: held["texts"][0]["rounds"][0]["parents"].__setitem__(1, 5), "comes too late"),
         (lambda held: held["texts"][0]["rounds"][0]["scores"].__setitem__(1, "high"), "a number"),
+        (lambda held: held["texts"][0]["rounds"][0]["scores"].__setitem__(1, 1000), "logarithms, at most 0, got 1000"),
+        (lambda held: held.update(about=None), "expected an object, got None"),
+        (lambda held: held.update(texts={}), "expected a list"),
+        (lambda held: held["texts"].append([]), "expected an object"),
     ],
 )
 def test_damaged_json_is_named(trace: Trace, change: Any, said: str) -> None:
@@ -77,6 +81,17 @@ def test_damaged_json_is_named(trace: Trace, change: Any, said: str) -> None:
     change(held)
     with pytest.raises(ValueError, match=said):
         Trace.from_json(json.dumps(held), "x.json")
+
+
+def test_a_trace_stays_where_it_is(trace: Trace, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Keeps out: a page that takes the place of the trace it was made of; a traceback of JSON in JSON in JSON."""
+    kept = tmp_path / "kept.json"
+    kept.write_text(trace.as_json())
+    assert cli.main(["trace", str(kept), "--out", str(kept)]) != 0
+    said = capsys.readouterr().err
+    assert "--out" in said and "kept.html" in said and kept.read_text() == trace.as_json()
+    with pytest.raises(ValueError, match="nested too deeply"):
+        Trace.from_json("[" * 100_000)
 
 
 class Elements(HTMLParser):

@@ -99,7 +99,7 @@ def _require_name(name: str) -> None:
 
 
 def _require_texts(texts: Sequence[str]) -> None:
-    if isinstance(texts, str) or not isinstance(texts, Sequence):
+    if isinstance(texts, str | bytes) or not isinstance(texts, Sequence):
         raise TypeError(f"texts must be a list of strings, got {type(texts).__name__}; nearest thing that works: a list of one")
     for index, text in enumerate(texts):
         if not isinstance(text, str):
@@ -108,3 +108,5 @@ def _require_texts(texts: Sequence[str]) -> None:
             text.encode()
         except UnicodeEncodeError:
             raise ValueError(f"texts[{index}] holds half of a surrogate pair, which is no character") from None
+    if texts and not any(texts):
+        raise ValueError("texts holds no text; nearest thing that works: an empty list, which forgets the corpus")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from specdec.checks import field_of, require_bool, require_int, require_text
+from specdec.checks import field_of, require_bool, require_int, require_text, shown
 from specdec.config import MAX_SEED, SamplingParams
 from specdec.limits import MAX_LOGPROBS
 from specdec.prompts.encode import chat_fault
@@ -92,7 +92,7 @@ def _check_model(model: Any, served: str) -> None:
     if model is None:
         raise wrong("model", f"model is missing; nearest setting that works: model={served!r}")
     if not isinstance(model, str):
-        raise wrong("model", f"model must be a string, got {model!r}; nearest setting that works: model={served!r}")
+        raise wrong("model", f"model must be a string, got {shown(model)}; nearest setting that works: model={served!r}")
     if model != served:
         raise unknown_model(model, served)
 
@@ -109,7 +109,7 @@ def _streaming(values: dict[str, Any]) -> tuple[bool, bool]:
     if options is None:
         return stream, False
     if not isinstance(options, dict):
-        raise wrong("stream_options", f"stream_options must be an object, got {options!r}")
+        raise wrong("stream_options", f"stream_options must be an object, got {shown(options)}")
     used = fields.only_used(options, fields.STREAM_OPTIONS, fields.NEUTRAL_STREAM_VALUES, "stream_options.")
     if not stream:
         raise wrong("stream_options", "stream_options says how to stream, but stream is not true; leave one or the other out")
@@ -143,9 +143,7 @@ def _prediction(value: Any) -> str:
     """The text of OpenAI's form of a prediction, whose content is a text or a list of parts."""
     if not isinstance(value, dict) or value.keys() != {"type", "content"} or value["type"] != "content":
         expected = "prediction must be {'type': 'content', 'content': ...}"
-        raise wrong(
-            "prediction", f"{expected}, got {str(value)[:200]!r}" if len(str(value)) > 200 else f"{expected}, got {value!r}"
-        )
+        raise wrong("prediction", f"{expected}, got {shown(value)}")
     content = value["content"]
     if isinstance(content, list):
         return "".join(_text_part(part, f"prediction.content[{i}]") for i, part in enumerate(content))
@@ -159,7 +157,7 @@ def _logit_bias(value: dict[str, Any]) -> dict[int, Any]:
             expected = 'logit_bias must have token ids as keys, such as {"50": -100}'
             raise wrong("logit_bias", f"{expected}, got the key {token[:100]!r}")
         if token != str(int(token)):
-            raise wrong("logit_bias", f"logit_bias must name each token once, as {int(token)}, got the key {token!r}")
+            raise wrong("logit_bias", f"logit_bias must name each token once, as {int(token)}, got the key {token[:100]!r}")
     return {int(token): added for token, added in value.items()}
 
 
@@ -203,14 +201,14 @@ def _prompts(values: dict[str, Any]) -> tuple[list[Any], bool]:
     if isinstance(prompt, str):
         return [prompt], False
     if not isinstance(prompt, list) or not prompt:
-        shown = "an empty list" if prompt == [] else repr(prompt)
-        raise wrong("prompt", f"prompt must be a text, a list of token ids, or a list of such prompts, got {shown}")
+        got = "an empty list" if prompt == [] else shown(prompt)
+        raise wrong("prompt", f"prompt must be a text, a list of token ids, or a list of such prompts, got {got}")
     kinds = {type(item) for item in prompt}
     if kinds == {int}:
         return [prompt], False
     if kinds == {str} or (kinds == {list} and all({type(token) for token in item} == {int} for item in prompt)):
         return prompt, True
-    raise wrong("prompt", f"prompt must hold texts alone, token ids alone, or lists of token ids alone, got {prompt!r}")
+    raise wrong("prompt", f"prompt must hold texts alone, token ids alone, or lists of token ids alone, got {shown(prompt)}")
 
 
 def _messages(values: dict[str, Any]) -> tuple[list[Any], bool]:
@@ -244,12 +242,12 @@ def _text_part(part: Any, name: str) -> str:
         raise wrong(
             name, f"{expected}, got one of type {kind[:40]!r}: of a model that reads images, only its text model runs here"
         )
-    raise wrong(name, f"{expected}, got {str(part)[:200]!r}" if len(str(part)) > 200 else f"{expected}, got {part!r}")
+    raise wrong(name, f"{expected}, got {shown(part)}")
 
 
 def _require_text(name: str, value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{name} must be a string, got {value!r} of type {type(value).__name__}")
+        raise TypeError(f"{name} must be a string, got {shown(value)} of type {type(value).__name__}")
     return value
 
 

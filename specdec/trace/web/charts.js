@@ -26,6 +26,7 @@ const SpecdecCharts = (() => {
       svg.append(made("text", { class: "tick", x: left - 6, y: y(tick) + 4, "text-anchor": "end" }, tick.toFixed(digits) + unit));
     }
     const gap = each > 6 ? Math.min(8, each * 0.2) : each > 3 ? 1 : 0, every = Math.ceil(28 / each);
+    const longest = Math.max(0, ...given.map((bar) => (bar.mark ?? "").length)), everyMark = Math.ceil((4 + 7 * longest) / each);
     given.forEach((bar, i) => {
       const group = made("g", { class: `bar${i === picked ? " picked" : ""}`, "data-bar": i });
       if (bar.title) group.append(made("title", {}, bar.title));
@@ -37,7 +38,7 @@ const SpecdecCharts = (() => {
         at += part.value;
       }
       const middle = left + i * each + each / 2;
-      if (bar.mark) group.append(made("text", { class: "mark", x: middle, y: y(at) - 4, "text-anchor": "middle" }, bar.mark));
+      if (bar.mark && i % everyMark === 0) group.append(made("text", { class: "mark", x: middle, y: y(at) - 4, "text-anchor": "middle" }, bar.mark));
       if (bar.label && i % every === 0) group.append(made("text", { class: "tick", x: middle, y: height - 6, "text-anchor": "middle" }, bar.label));
       if (onPick) group.addEventListener("click", () => onPick(i));
       svg.append(group);

@@ -94,7 +94,8 @@
     const depths = Math.max(0, ...rounds.map((one) => deepestOf(one))), shares = [];
     for (let depth = 1; depth <= depths; depth++) {
       const reached = rounds.filter((one) => one.accepted >= depth - 1 && deepestOf(one) >= depth).length, accepted = rounds.filter((one) => one.accepted >= depth).length;
-      const share = reached ? (100 * accepted) / reached : 0;
+      if (!reached) break; // deeper nodes stood on branches that nobody took
+      const share = (100 * accepted) / reached;
       shares.push({ parts: [{ value: share, kind: "accepted" }], label: String(depth), mark: `${share.toFixed(0)} %`, title: `depth ${depth}: accepted in ${accepted} of the ${reached} rounds that reached it` });
     }
     SpecdecCharts.bars(at("depth"), shares, { unit: " %", widest: 80, name: "share of the rounds that reached a depth in which it was accepted" });

@@ -84,7 +84,7 @@ const SpecdecTree = (() => {
       const group = made("g", { class: `node ${kind}`, transform: `translate(${x(n)},${y(n)})`, "data-node": n, "data-token": token });
       const score = n && n < own && round.scores.length ? percent(round.scores[n]) : "";
       const source = n && n < own && round.sources ? round.sources[n] : "";
-      const chosen = n < own ? `\u2192 ${shown(piece(round.chosen[n]), MOST - score.length)}` : "the target's own";
+      const chosen = n < own ? `\u2192 ${shown(piece(round.chosen[n]), MOST - 1 - score.length)}` : "target's own";
       const label = n === 0 ? "the last token of the text" : n === own ? "the target's own token" : `${kind}, depth ${depth[n]}`;
       const more = [score && `survival ${score}`, source && `from ${source}`, n < own && `the target's choice after it: ${shown(piece(round.chosen[n]), 60)}`];
       group.append(made("title", {}, [`${shown(piece(token), 200)} (token ${token})`, label, ...more].filter(Boolean).join("\n")));
@@ -96,6 +96,9 @@ const SpecdecTree = (() => {
     }
     svg.append(edges, nodes);
     container.replaceChildren(svg);
+    /* Of a tree that is too high: the middle of the path taken, or of as much of it as fits beside the root. */
+    const high = container.clientHeight, middle = (y(0) + y(own) + HEIGHT - high) / 2;
+    container.scrollTop = Math.min(y(0) - 4, Math.max(y(0) + HEIGHT + 4 - high, middle));
     return path;
   }
 

@@ -1,12 +1,14 @@
 """Places where a text's end stood before, and trees of what followed there, against a search by hand."""
 
+import math
+
 import pytest
 import torch
 from toolkit.kernels import DEVICE
 from toolkit.oracles.ngrams import followers, places, random_texts
 from torch import Tensor
 
-from specdec.draft.ngram.grow import candidates_of
+from specdec.draft.ngram.grow import candidates_of, grow
 from specdec.draft.ngram.lookup import SHIFT, PagedTexts, continuations, find_matches, match_keys
 from specdec.draft.ngram.lookup_triton import launch_match_keys
 from specdec.draft.tree.build_tree import best_nodes
@@ -58,12 +60,13 @@ def continuation_batch(seed: int) -> Tensor:
 @pytest.mark.parametrize("nodes", [2, 9, 21])
 def test_trees_of_continuations(nodes: int) -> None:
     """Keeps out: siblings with one token, which acceptance forbids; a node that is no continuation's beginning while one of
-    them is left out; a path deeper than its continuation."""
+    them is left out; a path deeper than its continuation; scores that are shares, where a tree promises logarithms."""
     tokens = continuation_batch(nodes)
     tokens[0] = tokens[0, :1]  # all alike: the rest of the tree is filled
     lengths = torch.randint(0, 9, (20, 4), generator=torch.Generator().manual_seed(1))
     root = torch.arange(100, 120)
-    tree = best_nodes(candidates_of(tokens, lengths), root, nodes, 5)
+    by_share, tree = best_nodes(candidates_of(tokens, lengths), root, nodes, 5), grow(tokens, lengths, root, nodes)
+    assert torch.equal(tree.tokens_BN, by_share.tokens_BN) and torch.equal(tree.parents_BN, by_share.parents_BN)
     for row in range(20):
         paths = paths_of(tree.tokens_BN[row].tolist(), tree.parents_BN[row].tolist())
         assert len(set(paths)) == nodes, "siblings hold one token"
@@ -78,3 +81,9 @@ def test_trees_of_continuations(nodes: int) -> None:
         left_out = [scores[path] for path in beginnings - set(paths)]
         chosen = [scores[path] for path in set(paths) & beginnings]
         assert not left_out or max(left_out) <= min(chosen) * (1 + 1e-5)
+        assert tree.scores_BN is not None
+        total = sum(each + 1 for each in lengths[row].tolist())
+        survival = {(): 1.0, **{path: score / total for path, score in scores.items()}}
+        want_scores = [math.log(survival[path]) if path in survival else -math.inf for path in paths]
+        assert tree.scores_BN[row].tolist() == pytest.approx(want_scores, abs=1e-5)
+        assert tree.scores_BN[row, 0] == 0 and (tree.scores_BN[row] <= tree.scores_BN[row, tree.parents_BN[row]]).all()

@@ -29,7 +29,7 @@
     const response = await fetch("v1/models", { headers: headers() });
     at("key-row").hidden = !(now.key || response.status === 401);
     if (!response.ok) {
-      at("state").textContent = response.status === 401 ? "this server wants its API key" : await messageOf(response);
+      at("state").textContent = response.status === 401 ? (now.key ? "this API key is wrong" : "this server wants its API key") : await messageOf(response);
       return false;
     }
     now.model = (await response.json()).data[0].id;
