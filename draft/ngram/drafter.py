@@ -74,7 +74,8 @@ class NgramDrafter(Drafter):
         self.caches = self.finder.caches
         depth = max(shape.max_steps for shape in context.shapes)
         self.predictions = Paths.empty(context.rows, Predicted.paths, depth, context.device)
-        most = max(map(num_continuations, context.shapes))
+        # Under "auto" a round may have fewer levels than its shape, and so more continuations: at most one for each node.
+        most = max(max(shape.topk, shape.num_draft_tokens - 1) for shape in context.shapes)
         self.bits_M = torch.tensor([2] * len(Predicted.paths) + [1] * most, dtype=torch.int64, device=context.device)
 
     def draft(self, state: BatchState, spec: SpecConfig, needs: Needs) -> DraftTree:
