@@ -52,6 +52,7 @@ def hold(each: Generation) -> None:
     assert begin == len(each.token_ids)
 
 
+@pytest.mark.slow_cases(keep=2)
 def test_paths_are_the_text(decoder: SpecDecoder) -> None:
     """Keeps out: the tree of another row or round, a path that is not the target's, tokens counted twice, texts that change."""
     chance = random.Random(5)
@@ -63,6 +64,7 @@ def test_paths_are_the_text(decoder: SpecDecoder) -> None:
             assert one.token_ids == other.token_ids and other.rounds is None
 
 
+@pytest.mark.slow_cases(keep=2)
 def test_rows_beside_each_other_keep_their_own(decoder: SpecDecoder) -> None:
     """Keeps out: trees of rows that did not ask, of rows that moved, of drafts in a row that does not speculate."""
     chance, driver, requests = random.Random(7), Driver(decoder), list[Request]()
@@ -80,6 +82,7 @@ def test_rows_beside_each_other_keep_their_own(decoder: SpecDecoder) -> None:
         assert request.speculate or all(len(made.tree.tokens) == 1 for made in request.rounds)
 
 
+@pytest.mark.slow_cases(keep=2)
 def test_a_stream_has_the_same_rounds(decoder: SpecDecoder) -> None:
     """Keeps out: rounds that are lost or repeated where chunks are joined, and chunks of streams that did not ask."""
     stream, found = decoder.stream(PROMPTS[0], SamplingParams(max_tokens=20), trees=True), list[Round]()

@@ -167,7 +167,7 @@ def test_broken_heads_are_refused_by_name_before_memory_is_taken(
         open_head(rewritten(few, tmp_path / "broken", change), None)
 
 
-@pytest.mark.slow_cases(keep=3)
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
     ("kind", "scheme"),
     [
