@@ -55,7 +55,7 @@ class EngineThread:
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._output_queues: dict[Request, OutputQueue] = {}
         self._ended: deque[Request] = deque()
-        engine.scheduler.on_end = self._note_end
+        engine.scheduler.on_enter, engine.scheduler.on_end = self._note_entry, self._note_end
         self._unclean = 0
         self._thread: threading.Thread | None = None
         self._is_served = threading.Lock()  # held by the thread that serves the engine
@@ -279,6 +279,11 @@ class EngineThread:
                 queue.collect(now, totals)
             except Exception:  # the caller has gone without a word: its event loop is closed, for example
                 self.cancel(queue.request)
+
+    def _note_entry(self, request: Request) -> None:
+        """Counts how long a request has waited.  Whoever steps the engine alone has no queue."""
+        if (queue := self._output_queues.get(request)) is not None:
+            queue.entered(time.monotonic(), self.engine.scheduler.totals)
 
     def _note_end(self, request: Request) -> None:
         """Remembers a request that has ended within the step under way.  Whoever steps the engine alone has no queue."""

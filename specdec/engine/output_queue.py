@@ -25,16 +25,22 @@ class OutputQueue:
     def __init__(self, request: Request, wake: Callable[[], None], submitted: float) -> None:
         self.request, self.wake = request, wake
         self.is_done = False
-        self._last, self._seen = submitted, 0
+        self._submitted, self._last, self._seen = submitted, submitted, 0
         self._chunks: deque[Chunk] = deque()
+
+    def entered(self, now: float, totals: Totals) -> None:
+        """The request has got its first row and pages: the time that it waited is counted.  now, totals: see `collect`."""
+        totals.queue.add(now - self._submitted)
 
     def collect(self, now: float, totals: Totals) -> None:
         """Puts what the request has written since the last call, and whether it has ended.  Between two steps, by their thread.
 
-        now: the present time in seconds.  totals: gets the times between tokens.
+        now: the present time in seconds.  totals: gets the times of tokens and of requests that have ended.
         """
         self._count(now, totals)
         has_news = self.request.is_done
+        if has_news:
+            totals.request.add(now - self._submitted)
         if self.request.streaming:
             chunk = self.request.next_chunk()
             if chunk.token_ids or chunk.text:

@@ -53,6 +53,7 @@ class Scheduler:
         self.waiting: list[RequestState] = []  # in the order of arrival
         self.stepped_back: dict[RequestState, None] = {}  # those of them that have had a row
         self.totals = Totals()
+        self.on_enter: Callable[[Request], None] = lambda request: None  # told of every request that gets its first row
         self.on_end: Callable[[Request], None] = lambda request: None  # told of every request that has ended, within a step
         self.on_answer: Callable[[Request], None] = lambda request: None  # told of every one that has come to its end
         self._chunk_is_next = True
@@ -79,7 +80,8 @@ class Scheduler:
 
     def totals_now(self) -> Totals:
         """The totals, with what the scheduler holds now."""
-        return replace(self.totals, running=len(self.states), waiting=len(self.waiting), **self.admission.usage()._asdict())
+        now = {"running": len(self.states), "waiting": len(self.waiting), "depths": self.speculation.most_emitted - 1}
+        return replace(self.totals, **now, **self.admission.usage()._asdict())
 
     # ---- requests come and go ----
 
@@ -162,6 +164,7 @@ class Scheduler:
             self.totals.recomputed_tokens += state.recomputed
             if not request.has_entered:
                 self.totals.entered(request)
+                self.on_enter(request)
                 request.has_entered = True
             entries.append(self.pages.entry(state, len(self.states), speculates))
             self.batch.add(state)

@@ -25,6 +25,7 @@ def app_of(state: ServerState, read_metrics: ReadMetrics | None = None) -> FastA
     read_metrics: what /metrics answers; None: the metrics of this server.
     """
     app = FastAPI(title="specdec", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    state.counts.know((*PATHS, "/"))
     endpoints = Endpoints(state, read_metrics)
     for path, endpoint, methods in (
         (COMPLETIONS, endpoints.completions, ["POST"]),

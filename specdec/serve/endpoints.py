@@ -30,7 +30,7 @@ class Endpoints:
 
     def __init__(self, state: ServerState, read_metrics: ReadMetrics | None) -> None:
         self._state = state
-        self._registry: CollectorRegistry = registry_of(lambda: state.decoder.totals, state.counts)
+        self._registry: CollectorRegistry = registry_of(lambda: state.decoder.totals, state.counts, state.options)
         self._read_metrics = read_metrics or self._own_metrics
 
     async def completions(self, request: Request) -> Response:

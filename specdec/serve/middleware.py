@@ -54,7 +54,7 @@ class RequestMiddleware:
             entry.status = entry.status or CLIENT_GONE
             raise
         finally:
-            self._state.counts.responses[entry.status] += 1
+            self._state.counts.ended(entry.path, entry.status, entry.end)
             if not is_open:
                 entry.write()
 

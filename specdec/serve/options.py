@@ -14,6 +14,19 @@ from typing import Any
 from specdec.options import option, setting_of
 
 KEY_VARIABLE = "SPECDEC_API_KEY"
+ALIASES = ("vllm", "sglang")  # servers whose names of metrics there are
+
+
+def _read_aliases(name: str, value: Any) -> str:
+    """TypeError or ValueError unless the value names servers of ALIASES, each once, with commas in between."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a string, got a value of type {type(value).__name__}")
+    given = value.split(",")
+    if len({*given}) < len(given) or not {*given} <= {*ALIASES}:
+        known = [each for each in ALIASES if each in given] or ALIASES
+        expected = f"{name} must be one or several of {', '.join(ALIASES)}, each once, with commas in between"
+        raise ValueError(f"{expected}, got {value[:80]!r}; nearest setting that works: {name}={','.join(known)!r}")
+    return value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +71,13 @@ class ServeOptions:
     grace_seconds: int = option(
         30, "after SIGTERM or Ctrl-C, how long requests that run may take to finish", bounds=(0, 24 * 3600)
     )
+    metrics_aliases: str | None = option(
+        None,
+        "export the counters of speculation under other servers' names too, which published dashboards read: vllm, sglang or "
+        "vllm,sglang",
+        others=_read_aliases,
+        metavar="NAMES",
+    )
     page: bool = option(True, "answer / with a playground, a page that uses this API and holds no caller's data")
     log_prompts: bool = option(False, "write prompts and output texts to the log, which otherwise holds no text of any request")
 
@@ -71,6 +91,11 @@ class ServeOptions:
     def name(self) -> str:
         """What requests call the model."""
         return self.model_name or "specdec"
+
+    @property
+    def aliases(self) -> tuple[str, ...]:
+        """The servers of ALIASES whose names of metrics there are."""
+        return tuple(self.metrics_aliases.split(",")) if self.metrics_aliases else ()
 
     @property
     def is_loopback(self) -> bool:

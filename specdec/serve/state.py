@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -13,10 +13,12 @@ from starlette.types import Receive
 
 from specdec.async_decoder import AsyncSpecDecoder
 from specdec.serve.limits import KeyCheck, Queue
+from specdec.serve.log import ENDS
 from specdec.serve.options import ServeOptions
 from specdec.serve.times import TIMES, ServeTimes
 from specdec.serve.wire.errors import ClientGone, cut_off, engine_failed, shutting_down
 
+OTHER_PATH = "other"  # of a request for what is not there
 T = TypeVar("T")
 
 
@@ -25,8 +27,18 @@ class Counts:
     """What a server counts besides its engine."""
 
     responses: Counter[int] = field(default_factory=Counter)  # by status
+    requests: Counter[tuple[str, str]] = field(default_factory=Counter)  # that have ended, by path and end
     connections: int = 0  # how many are open
     cut_connections: Counter[str] = field(default_factory=Counter)  # that the server has refused or closed, by why
+
+    def know(self, paths: Iterable[str]) -> None:
+        """Requests of these paths are counted apart; callers choose all others, of which there may be any number."""
+        self.requests.update({(path, end): 0 for path in (*paths, OTHER_PATH) for end in ENDS})
+
+    def ended(self, path: str, status: int, end: str) -> None:
+        """A request has ended.  status: of its answer.  end: one of ENDS."""
+        self.responses[status] += 1
+        self.requests[path if (path, end) in self.requests else OTHER_PATH, end] += 1
 
 
 class ServerState:

@@ -71,7 +71,7 @@ class Replica:
     async def numbers(self) -> tuple[str, Families]:
         """The replica's name, and its metrics."""
         state = self._state
-        return self._name, list(TotalsCollector(lambda: state.decoder.totals, state.counts).collect())
+        return self._name, list(TotalsCollector(lambda: state.decoder.totals, state.counts, state.options).collect())
 
     async def all_metrics(self) -> bytes:
         """The metrics of all replicas: a proxy of Ray sends whoever asks for them to any one replica."""

@@ -165,11 +165,11 @@
   function metricsOf(text) {
     const found = {};
     for (const line of text.split("\n")) {
-      const parts = /^(specdec_\w+)(?:\{(\w+)="([^"]*)"\})? ([-+.\deE]+)$/.exec(line);
+      const parts = /^(specdec_\w+)(?:\{(.*)\})? ([-+.\deE]+)$/.exec(line);
       if (!parts) continue;
-      const [, name, , label, value] = parts;
-      if (label === undefined) found[name] = Number(value);
-      else (found[name] ??= {})[label] = Number(value);
+      const [, name, labels, value] = parts, depth = /(?:^|,)depth="(\d+)"/.exec(labels ?? "");
+      if (depth) (found[name] ??= {})[depth[1]] = Number(value);
+      else found[name] = Number(value);
     }
     return found;
   }
