@@ -107,7 +107,7 @@ def test_gauges_show_what_runs(pair: SpecDecoder) -> None:
 
 
 def test_a_request_ends_in_one_of_four_ways(served: Served) -> None:
-    """Keeps out: a stream that failed after its status and counts as done, and a series for each path that a caller makes up."""
+    """Keeps out: a stream that failed after its status and counts as done, and a series for each path that callers make."""
     ends = {("GET", 200): "done", ("GET", 404): "refused", ("GET", 499): "gone", ("GET", 503): "failed", ("GET", 0): "failed"}
     assert {(method, status): log.LogEntry("", method, PATH, status=status).end for method, status in ends} == ends
     failed = log.LogEntry("", "POST", PATH, status=200)
