@@ -17,6 +17,7 @@ from torch import Tensor
 
 from specdec.batch.tree import DraftTree
 from specdec.generation import Logprobs, NodeTable
+from specdec.ops.index import use_index_kernels
 from specdec.parallel.vocabulary import Vocabulary
 from specdec.steps import Emitted
 
@@ -150,6 +151,10 @@ def tree_numbers(tree: DraftTree, chosen_BN: Tensor) -> Tensor:
     """[B, 5, N] int64: of each node its token, its parent, the target's token after it, its sources as bits, which are 0 where
     there is one source, and the bits of its score, a float64 number, which is NaN where the drafter makes no estimate.
     """
+    if use_index_kernels(chosen_BN):
+        from specdec.batch.trees.numbers_triton import launch_tree_numbers
+
+        return launch_tree_numbers(tree, chosen_BN)
     scores_BN = torch.full_like(chosen_BN, torch.nan, dtype=torch.float32) if tree.scores_BN is None else tree.scores_BN
     sources_BN = torch.zeros_like(chosen_BN) if tree.sources_BN is None else tree.sources_BN
     scores_BN = scores_BN.double().view(torch.int64)

@@ -11,6 +11,7 @@ from specdec.attention.pages import PageTable
 from specdec.batch.emitted import NewTokens
 from specdec.batch.masks import BitMasks, masked_logits
 from specdec.batch.tree import DraftTree
+from specdec.batch.trees.numbers_triton import launch_tree_numbers
 from specdec.batch.trees.states_triton import launch_commit_states, launch_state_numbers
 from specdec.batch.trees.tables_triton import launch_path_tables
 from specdec.draft.block.dflash2.children_triton import launch_best_children
@@ -141,6 +142,7 @@ def verifying() -> None:
         launch_accept(tree, ids(8, N), State())  # type: ignore[arg-type]
         launch_path_tables(PageTable(counts(8, 512), PAGE), counts(8), ids(8, N), depth + 1)
         launch_state_numbers(counts(8), ids(8, 3), counts(8))
+        launch_tree_numbers(tree, ids(8, N))
         launch_commit_states(counts(8), ids(8, depth + 1), ids(8), ids(8, 3), ids(8, 60), counts(8))
 
 

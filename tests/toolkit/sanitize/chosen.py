@@ -236,6 +236,7 @@ CHOSEN: dict[str, list[str]] = {
     "halve_counts_kernel": ["tests/draft/join/test_survival.py::test_the_kernel_halves_the_same"],
     "block_tables_kernel": ["tests/draft/block/test_tables.py::test_tables_of_blocks[3-6-16-4]"],
     "path_tables_kernel": ["tests/verify/test_kernels.py::test_tables_equal_the_definition[4-16-5-1]"],
+    "tree_numbers_kernel": ["tests/verify/test_kernels.py::test_numbers_of_trees_equal_the_definition[3-9-True-True]"],
     "state_numbers_kernel": ["tests/verify/test_states.py::test_kernels_equal_their_definitions[0]"],
     "commit_states_kernel": ["tests/verify/test_states.py::test_kernels_equal_their_definitions[1]"],
     "output_gate_kernel": [
