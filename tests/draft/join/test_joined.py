@@ -38,7 +38,7 @@ def joined(zoo: Zoo, target: str, head: str, shape: Any, **settings: Any) -> Spe
     return SpecDecoder.from_pretrained(zoo.target(target), draft, SpecConfig(*shape), **{**given, **settings})
 
 
-@pytest.mark.slow_cases(keep=4)
+@pytest.mark.slow_cases(keep=2)
 @pytest.mark.parametrize(("target", "head", "shape", "settings"), CASES, ids=str)
 def test_text_is_the_target_s(zoo: Zoo, target: str, head: str, shape: Any, settings: dict[str, Any]) -> None:
     """Keeps out: siblings of one token, an extend shorter than the accepted path, entries of another row's text."""

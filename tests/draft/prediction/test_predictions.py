@@ -29,7 +29,7 @@ def edited(ids: list[int]) -> list[int]:
     return [*ids[:5], 39, *ids[6:11], *ids[13:18], 38, 37, *ids[18:]]
 
 
-@pytest.mark.slow_cases(keep=3)
+@pytest.mark.slow_cases(keep=2)
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
 @pytest.mark.parametrize(
     ("target", "head", "shape", "settings"),

@@ -40,7 +40,7 @@ CASES: list[tuple[tuple[str, ...], str, Any, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.slow_cases(keep=3)
+@pytest.mark.slow_cases(keep=2)
 @pytest.mark.parametrize(("sources", "head", "shape", "settings"), CASES, ids=str)
 def test_text_is_the_target_s(zoo: Zoo, sources: tuple[str, ...], head: str, shape: Any, settings: dict[str, Any]) -> None:
     """Keeps out: siblings of one token, places of another row's scope, paths that go on after a text's end, a table that is

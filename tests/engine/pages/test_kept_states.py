@@ -66,6 +66,7 @@ def arrivals(rng: random.Random, most: int, count: int) -> Iterator[Request]:
         yield earlier[-1]
 
 
+@pytest.mark.slow_cases(keep=4)
 @pytest.mark.parametrize("budget", [0, 1, 3, 40])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_random_traffic(page_size: int, budget: int) -> None:
