@@ -44,8 +44,10 @@ def record(
     done = decoder.generate(listed, params, speculate=speculate, trees=True)
     trace = trace_of(decoder, listed, params, done)
     if times and trace.texts:
-        seconds = timed_rounds(Session(decoder), done[0].prompt_token_ids, params[0], speculate)
+        seconds, accepted = timed_rounds(Session(decoder), done[0].prompt_token_ids, params[0], speculate)
         trace.texts[0] = replace(trace.texts[0], times=seconds)
+        if said := differs(accepted, done[0].stats.accepted_per_round[:MAX_TIMED]):
+            trace.about["times"] = said
     return trace
 
 
@@ -65,8 +67,22 @@ def trace_of(
     return Trace(_about(decoder, sampling), {token: tokenizer.piece(token) for token in seen if token >= 0}, texts)
 
 
-def timed_rounds(session: Session, prompt: list[int], sampling: SamplingParams, speculate: bool) -> list[RoundTime]:
-    """What the rounds of one prompt take, alone and phase by phase."""
+def differs(timed: list[int], traced: list[int]) -> str:
+    """What to say where the rounds that were timed are not those of the trace; empty where they are.
+
+    Matches of earlier answers, and estimates of what is accepted, learn from each text, the same text's first run included.
+    timed, traced: accepted draft tokens of each round.
+    """
+    if timed == traced:
+        return ""
+    both = f"{len(timed)} with {sum(timed)} accepted drafts, in place of {len(traced)} with {sum(traced)}"
+    return f"of other rounds than these: {both}, because what drafts has learnt from the first run"
+
+
+def timed_rounds(
+    session: Session, prompt: list[int], sampling: SamplingParams, speculate: bool
+) -> tuple[list[RoundTime], list[int]]:
+    """What the rounds of one prompt take, alone and phase by phase, and how many draft tokens each of them accepted."""
     with session.timed_phases() as phases:
         for _ in range(2):  # the first run compiles and captures
             found: list[RoundTime] = []
@@ -82,7 +98,7 @@ def timed_rounds(session: Session, prompt: list[int], sampling: SamplingParams, 
                 session.cancel()
     if request.error is not None:
         request.result()  # raises it
-    return found
+    return found, request.stats.accepted_per_round[: len(found)]
 
 
 def _seeded(sampling: SamplingParams) -> SamplingParams:

@@ -59,7 +59,7 @@ def test_hostile_prompts_stay_texts(pair: SpecDecoder, open_page: Callable[..., 
         page = open_page(server.url + "/", 390, 800)
         page.uncheck("#compare")
         run(page, hostile, 20)
-        assert page.evaluate("document.querySelectorAll('script').length") == 3 and page.inner_text("#error") == ""
+        assert page.evaluate("document.querySelectorAll('script').length") == 4 and page.inner_text("#error") == ""
         assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
         page.context.close()
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -42,6 +44,31 @@ def test_pieces_are_the_text(trace: Trace, decoder: SpecDecoder) -> None:
     assert all(
         {*each.phases} == {"draft", "verify", "extend"} and each.wall >= sum(each.phases.values()) for each in first.times
     )
+
+
+def test_a_second_run_of_other_rounds_is_called_so(trace: Trace) -> None:
+    """Keeps out: times that stand beside rounds which they are not of: the first run's answer is a source of the second."""
+    assert "times" not in trace.about
+    drafts, settings = [str(shipped.draft_folder()), "answers"], {"device": "cpu", "max_seq_len": 128, "smoke": False}
+    with SpecDecoder.from_pretrained(shipped.target_folder(), drafts, SpecConfig(2, 1, 9, max_depth=8), **settings) as learns:
+        made = learns.trace("Once upon a time", SamplingParams(max_tokens=24))
+    (text,) = made.texts
+    assert len(text.times) < len(text.rounds)
+    wanted = f"of other rounds than these: {len(text.times)} with .* in place of {len(text.rounds)} with "
+    assert re.match(wanted, made.about["times"]) and made.about["times"] in as_html(made)
+
+
+def test_the_text_names_sources() -> None:
+    """Keeps out: nodes whose source nobody sees, and one that is counted though its node was not taken."""
+    trace = drawn_trace(random.Random(3), 1)
+    (text,) = trace.texts
+    lines = [*as_text(trace)]
+    nodes = [source for each in text.rounds for source in each.sources[1:]]
+    assert any(nodes)
+    for name in {*nodes} - {""}:
+        assert sum(name in line.split() for line in lines[2:]) >= sum(node == name for node in nodes)
+    taken = Counter(each.sources[node] for each in text.rounds if each.sources for node in each.path[1:])
+    assert lines[1] == "accepted " + ", ".join(f"{count} from {name}" for name, count in taken.most_common())
 
 
 def test_json_keeps_all() -> None:
