@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from toolkit.driver import Driver
 from toolkit.serving.server import Served
 from toolkit.serving.traces import HOSTILE
 
@@ -47,7 +48,7 @@ def test_it_streams_and_compares(pair: SpecDecoder, open_page: Callable[..., Any
             assert shown[:-1] == each.tree.tokens and shown[-1] == each.tree.chosen[each.path[-1]]
             page.keyboard.press("ArrowLeft")
         page.wait_for_selector("#depth .bar")
-        assert "running" in page.inner_text("#load") and "pages used" in page.inner_text("#load")
+        assert "running" in page.inner_text("#load") and f"0 of {Driver(pair).pages_total}" in page.inner_text("#load")
         assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
         page.context.close()
 

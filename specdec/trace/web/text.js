@@ -31,7 +31,7 @@ const SpecdecText = (() => {
 
   /* Keys to sources, whose names are empty where there is one. */
   function sourceKeys(sources) {
-    const names = [...new Set([...sources].filter(Boolean).map(sourceKind))].sort();
+    const names = [...new Set([...sources].filter(Boolean).map(sourceKind))].sort((a, b) => (a === "several") - (b === "several") || (a < b ? -1 : 1));
     return names.map((name) => made("span", { className: `key source ${name}` }, name === "several" ? "several sources" : `from ${name}`));
   }
 

@@ -172,7 +172,7 @@
   }
 
   function load(found) {
-    const facts = [["running", found.specdec_running], ["waiting", found.specdec_waiting], ["pages used", `${found.specdec_pages_used} of ${found.specdec_pages_total}`], ["accepted of drafted", found.specdec_drafted_total ? `${((100 * found.specdec_accepted_total) / found.specdec_drafted_total).toFixed(0)} %` : "none yet"]];
+    const facts = [["running", found.specdec_running], ["waiting", found.specdec_waiting], ["pages used", `${found.specdec_pages_used} of ${found.specdec_pages}`], ["accepted of drafted", found.specdec_drafted_total ? `${((100 * found.specdec_accepted_total) / found.specdec_drafted_total).toFixed(0)} %` : "none yet"]];
     at("load").replaceChildren(...facts.map(([name, value]) => made("div", {}, made("dt", {}, name), made("dd", {}, String(value)))));
   }
 
