@@ -80,8 +80,8 @@ class Scheduler:
 
     def totals_now(self) -> Totals:
         """The totals, with what the scheduler holds now."""
-        now = {"running": len(self.states), "waiting": len(self.waiting), "depths": self.speculation.most_emitted - 1}
-        return replace(self.totals, **now, **self.admission.usage()._asdict())
+        running, waiting, depths = len(self.states), len(self.waiting), self.speculation.most_emitted - 1
+        return replace(self.totals, running=running, waiting=waiting, depths=depths, **self.admission.usage()._asdict())
 
     # ---- requests come and go ----
 

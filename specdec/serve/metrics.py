@@ -124,7 +124,7 @@ def _of_engine(totals: Totals) -> Iterator[Metric]:
 def _of_server(counts: Counts) -> Iterator[Metric]:
     statuses = sorted({*STATUSES, *counts.responses})
     yield _labelled(RESPONSES, {(str(status),): counts.responses[status] for status in statuses})
-    yield _labelled(HTTP_REQUESTS, counts.requests)
+    yield _labelled(HTTP_REQUESTS, counts.requests.copy())
     yield GaugeMetricFamily(*CONNECTIONS[:2], value=counts.connections)
     yield _labelled(CUT, {(why,): counts.cut_connections[why] for why in CUTS})
     yield CounterMetricFamily(*LINES_DROPPED[:2], value=lines_dropped())

@@ -27,7 +27,7 @@ class Counts:
     """What a server counts besides its engine."""
 
     responses: Counter[int] = field(default_factory=Counter)  # by status
-    requests: Counter[tuple[str, str]] = field(default_factory=Counter)  # that have ended, by path and end
+    requests: Counter[tuple[str, ...]] = field(default_factory=Counter)  # that have ended, by path and end
     connections: int = 0  # how many are open
     cut_connections: Counter[str] = field(default_factory=Counter)  # that the server has refused or closed, by why
 
