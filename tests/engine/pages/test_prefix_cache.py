@@ -314,8 +314,7 @@ def test_200_requests_some_cancelled_some_failing(zoo: Zoo, decoder: SpecDecoder
     """In a pool that is always full: every request that is left alone writes what it writes alone."""
     rng, driver = random.Random(5), Driver(decoder)
     bases = [SYSTEM[:20], SYSTEM[:20], [9] * 9, []]
-    tails = ragged_prompts(40, 8, seed=1)
-    requests, left_alone = [], []
+    tails, requests = ragged_prompts(40, 8, seed=1), []
     for _ in range(200):
         fails = rng.random() < 0.1
         calls = iter(range(rng.randrange(4), 10_000))
