@@ -54,7 +54,7 @@ class Scheduler:
         self.stepped_back: dict[RequestState, None] = {}  # those of them that have had a row
         self.totals = Totals()
         self.on_end: Callable[[Request], None] = lambda request: None  # told of every request that has ended, within a step
-        self.on_answer: Callable[[Request], None] = lambda request: None  # told of every one that has come to its end
+        self.on_answer: list[Callable[[Request], None]] = []  # each told of every one that has come to its end
         self._chunk_is_next = True
         self._arrivals = count()
         self._batch_needs = BatchNeeds()
@@ -381,7 +381,8 @@ class Scheduler:
         if request.has_entered and request.error is None:
             self.admission.lengths.add(len(request.output.token_ids))
             if not request.cancelled:
-                self.on_answer(request)
+                for told in self.on_answer:
+                    told(request)
         self.totals.ended(request)
         self.on_end(request)
 

@@ -229,6 +229,15 @@ def _kept_states(plan: StatePlan, settings: EngineSettings, memory: float, other
     return kept
 
 
+def pass_bytes(config: ModelConfig, tokens: int, rows: int, features: int, itemsize: int) -> int:
+    """What a forward pass takes while it runs: the widest values of a layer, the features, and the logits of `rows` rows.
+
+    The widest values are the residual stream, its norm and what is added to it, gate and up, and their product.
+    """
+    layer = 3 * config.hidden_size + 3 * config.intermediate_size + features
+    return itemsize * tokens * layer + (itemsize + 4) * rows * config.vocab_size
+
+
 def pool_bytes(device: torch.device, asked: str | int | float = "auto") -> float:
     """The bytes that KV may take: a share of the GPU's free memory, or of all memory of the host; or what is asked for.
 
