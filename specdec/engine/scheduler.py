@@ -79,7 +79,8 @@ class Scheduler:
 
     def totals_now(self) -> Totals:
         """The totals, with what the scheduler holds now."""
-        return replace(self.totals, running=len(self.states), waiting=len(self.waiting), **self.admission.usage()._asdict())
+        held = replace(self.totals, running=len(self.states), waiting=len(self.waiting), **self.admission.usage()._asdict())
+        return replace(held, drafting_stopped=int(self.speculation.is_stopped))
 
     # ---- requests come and go ----
 
@@ -147,7 +148,7 @@ class Scheduler:
             if self.batch.is_full or state.unread:
                 break
             request = state.request
-            if self.speculation.is_too_long(request.num_tokens) or request.drafted_until is not None:
+            if self.speculation.is_over(request.num_tokens) or request.drafted_until is not None:
                 request.drafted_until = 0
             speculates = self._speculates(request)
             # If it speculates, the pages of those that don't will lack the drafter's keys and values.
@@ -301,12 +302,12 @@ class Scheduler:
         return min(self.batch.count, 1 << (rows - 1).bit_length()) if self.pads_rows else rows
 
     def _stop_drafting(self, states: list[RequestState | None]) -> list[steps.Step]:
-        """The step by which rows whose texts have become too long for the drafter go on plainly, if there are any."""
+        """The step by which rows in whose texts nothing more is drafted go on plainly, if there are any."""
         rows = []
         for row, state in enumerate(states):
             if state is None or not self._speculates(state.request):
                 continue
-            if self.speculation.is_too_long(length := tokens_of([state])):
+            if self.speculation.is_over(length := tokens_of([state])):
                 state.request.drafted_until = length - self.speculation.pause
                 rows.append(row)
         self._end_pause()

@@ -22,7 +22,7 @@ from specdec.config import SpecConfig
 from specdec.draft.kind import Draft
 from specdec.loading.devices import CHUNK_COST
 from specdec.loading.load import CheckedPair, check_pair, expert_sharing, require_lossless, warn_of_slow_weights
-from specdec.loading.memory import kv_page_bytes, layer_groups, pass_bytes, plan_states, source_bytes
+from specdec.loading.memory import audit_bytes, kv_page_bytes, layer_groups, pass_bytes, plan_states, source_bytes
 from specdec.loading.rank_share import heads_of_tensor, share_of_tensor
 from specdec.loading.resolve import EngineSettings, check_packing, check_recurrent, experts_line
 from specdec.models.checkpoints.checkpoint import Checkpoint
@@ -215,6 +215,7 @@ def parts_of(models: CountedModels, settings: EngineSettings) -> dict[str, int]:
         "a round": pass_bytes(target, queries, queries, models.features, dtype),
         "a chunk of prompts": pass_bytes(target, chunk, options.max_batch_size, models.features, dtype)
         + models.scratch * dtype,
+        **({"passes of the audit": size} if (size := audit_bytes(target, settings, models.weights[0])) else {}),
         "CUDA itself": CONTEXT_BYTES,
     }
 

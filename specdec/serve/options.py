@@ -11,7 +11,7 @@ import os
 from dataclasses import dataclass, fields
 from typing import Any
 
-from specdec.options import option, setting_of
+from specdec.checks import option, setting_of
 
 KEY_VARIABLE = "SPECDEC_API_KEY"
 

@@ -16,9 +16,10 @@ import pytest
 
 from specdec import cli, shipped
 from specdec.async_decoder import AsyncSpecDecoder
+from specdec.checks import setting_of
 from specdec.cli.flags import flag_of
 from specdec.cli.serve import name_of
-from specdec.options import EngineOptions, setting_of
+from specdec.options import EngineOptions
 from specdec.serve.options import KEY_VARIABLE, ServeOptions
 
 OTHER: dict[str, tuple[list[str], Any]] = {  # of each option: a value that is not its default, as a flag and as it arrives

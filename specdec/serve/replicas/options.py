@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from specdec.checks import nearest_name
-from specdec.options import EngineOptions, option, setting_of
+from specdec.checks import nearest_name, option, setting_of
+from specdec.options import EngineOptions
 from specdec.serve.options import ServeOptions, key_of_environment
 
 # Fields of ServeOptions that are decided elsewhere, and where.
