@@ -22,6 +22,7 @@ GAUGES: dict[str, str] = {  # field of Totals: meaning; the metric's name is spe
     "local_pages_total": "These pages altogether",
     "states_used": "States of recurrent layers that are kept for later prompts; 0 for targets without such layers",
     "states_total": "How many such states can be kept",
+    "drafting_stopped": "1 while nothing is drafted, because an audit or somebody has stopped it",
 }
 COUNTERS: dict[str, str] = {  # likewise; the names end in _total
     "prompt_tokens": "Prompt tokens of requests that have entered the batch",
@@ -33,6 +34,10 @@ COUNTERS: dict[str, str] = {  # likewise; the names end in _total
     "recomputed_tokens": "Tokens that were read once more for it",
     "drafted": "Draft tokens proposed",
     "accepted": "Draft tokens accepted",
+    "audit_texts": "Finished answers that the audit has compared with the target",
+    "audit_tokens": "Tokens of these answers",
+    "audit_mismatch": "Tokens of these that the target would not write, and that rounding does not explain",
+    "audit_interrupted": "Passes of the audit that made way for requests, to begin anew later",
 }
 DEPTHS: dict[str, str] = {  # likewise, with the label depth, from 1
     "reached_by_depth": "Rounds of a request that accepted all levels of the draft tree before this one",
@@ -43,6 +48,7 @@ HISTOGRAMS: dict[str, str] = {  # likewise; the names end in _seconds
     "between_tokens": "Seconds between tokens of a request after its first",
 }
 REQUESTS = ("specdec_requests", "Requests that have ended, by how: eos, stop, length, error or cancelled", "reason")
+SKIPPED = ("specdec_audit_skipped", "Answers that the audit chose and did not compare, by why: long, queue or failed", "why")
 RESPONSES = ("specdec_http_responses", "HTTP responses, by status; 499: the client had gone", "status")
 CONNECTIONS = ("specdec_http_connections", "HTTP connections that are open")
 CUT = ("specdec_http_connections_cut", "HTTP connections refused or closed, by why: full, idle, slow or unread", "why")
@@ -73,6 +79,7 @@ class TotalsCollector(Collector):
             counts = {str(i + 1): count for i, count in enumerate(getattr(totals, name))}
             yield _labelled((f"specdec_{name}", meaning, "depth"), counts)
         yield _labelled(REQUESTS, dict(totals.requests.copy()))
+        yield _labelled(SKIPPED, dict(totals.audit_skipped.copy()))
         yield _labelled(RESPONSES, {str(status): count for status, count in sorted(self._counts.responses.items())})
         yield GaugeMetricFamily(*CONNECTIONS, value=self._counts.connections)
         yield _labelled(CUT, {why: self._counts.cut_connections[why] for why in CUTS})

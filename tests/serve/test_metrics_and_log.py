@@ -69,7 +69,7 @@ def test_every_metric_is_there_from_the_start(served: Served) -> None:
     """Keeps out: a dashboard without lines until the first request, and a metric that lost its meaning."""
     families = {family.name: family for family in text_string_to_metric_families(served.get("/metrics").text)}
     names = {*GAUGES, *COUNTERS, *DEPTHS, "requests", "http_responses", *(f"{name}_seconds" for name in HISTOGRAMS)}
-    names |= {"http_connections", "http_connections_cut", "log_lines_dropped"}
+    names |= {"http_connections", "http_connections_cut", "log_lines_dropped", "audit_skipped"}
     assert families.keys() == {f"specdec_{name}" for name in names}
 
 

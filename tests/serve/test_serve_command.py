@@ -27,6 +27,8 @@ OTHER: dict[str, tuple[list[str], Any]] = {  # of each option: a value that is n
     "port": (["0"], 0),
     "api_key": (["sesame"], "sesame"),
     "model_name": (["my/model"], "my/model"),
+    "allowed_origins": (["https://a.example"], "https://a.example"),
+    "allowed_hosts": (["models.example"], "models.example"),
     "max_queue": (["3"], 3),
     "max_body_bytes": (["5000"], 5000),
     "max_connections": (["7"], 7),

@@ -17,6 +17,7 @@ from specdec.serve.options import ServeOptions, key_of_environment
 RAYS_OWN = {
     "host": "Ray's proxies listen, so it is http_options of ray.serve.start, or of the file for `serve deploy`",
     "port": "Ray's proxies listen, so it is http_options of ray.serve.start, or of the file for `serve deploy`",
+    "allowed_hosts": "Ray's proxies listen, and a replica is asked under any name",
     "max_connections": "Ray's proxies hold the connections",
     "write_seconds": "Ray's proxies hold the connections",
 }
