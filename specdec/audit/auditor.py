@@ -41,6 +41,7 @@ class Auditor:
 
     totals: the engine's, where the audit counts.  names: what the decoder was loaded from, for replay files; see `named`.
     keeps_texts: whether replay files hold the prompt and the output as texts too.  tell: gets a line for each finding.
+    max_waiting: texts that wait; further ones are skipped.  compare: what all ranks run.
     """
 
     def __init__(
@@ -58,7 +59,8 @@ class Auditor:
         self._waiting: deque[FinishedText] = deque()
         self._masks: Any = None  # of the first text that waits
         self.files: list[Path] = []
-        self.keeps_texts = False
+        self.keeps_texts, self.max_waiting = False, MAX_WAITING
+        self.compare = read_while_idle
         self.tell: Tell = warn
 
     # ---- on the engine's thread ----
@@ -70,7 +72,7 @@ class Auditor:
             return
         if request.num_tokens > options.audit_max_tokens:
             self._totals.audit_skipped["long"] += 1
-        elif len(self._waiting) >= MAX_WAITING:
+        elif len(self._waiting) >= self.max_waiting:
             self._totals.audit_skipped["queue"] += 1
         else:
             self._waiting.append(FinishedText.of(request))
@@ -84,7 +86,7 @@ class Auditor:
         finished = self._waiting[0]
         try:
             text = self._generated(finished)
-            check = engine.runner.on_all_ranks(read_while_idle, self._settings, text, Wanted(is_wanted))
+            check = engine.runner.on_all_ranks(self.compare, self._settings, text, Wanted(is_wanted))
         except Exception as error:  # of any kind, most often too little memory
             self._done()
             self._totals.audit_skipped["failed"] += 1

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
-import torch
 from toolkit.driver import Driver
-from toolkit.inside.audit import audited, auditor_of, totals_of, wanted_at, weights, work_by_hand
+from toolkit.inside.round_faults import fault
 from toolkit.models import Zoo, ragged_prompts
+from toolkit.traffic.audit import audited, auditor_of, totals_of, wanted_at, weights, work_by_hand
 from toolkit.traffic.traffic import Traffic, World, drive
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder, cli, shipped
 from specdec.lossless.replay import ReplayFile, replay
 from specdec.session import Session
-from specdec.verify import verifier
 
 PROMPTS = ragged_prompts(40, 6)
 TREE = SpecConfig(3, 4, 12)
@@ -29,18 +26,13 @@ EVERY: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-def second_best(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A runner that writes a wrong token now and then."""
-
-    def tampered(logits_RV: Any, sampling: Any, positions_R: Any, *rest: Any) -> Any:
-        chosen, second_R = original(logits_RV, sampling, positions_R, *rest), logits_RV.topk(2).indices[:, 1]
-        return chosen._replace(tokens_R=torch.where(positions_R % 16 == 0, second_R, chosen.tokens_R))
-
-    return tampered
-
-
 def faulty() -> Any:
-    return patch.object(verifier, "choose_tokens", second_best(verifier.choose_tokens))
+    """A runner that writes a wrong token now and then."""
+    return fault("both sides")
+
+
+def no_memory(*_: Any) -> None:
+    raise MemoryError("none left")
 
 
 def auditing(zoo: Zoo, folder: Path, **settings: Any) -> SpecDecoder:
@@ -139,17 +131,17 @@ def test_it_makes_way_between_two_layers(zoo: Zoo, tmp_path: Path) -> None:
 def test_what_is_not_compared_is_counted(zoo: Zoo, tmp_path: Path) -> None:
     """Keeps out: texts of any length in memory, and skipped ones that look like compared ones."""
     with auditing(zoo, tmp_path, audit_max_tokens=30) as decoder:
-        driver = Driver(decoder)
+        driver, auditor = Driver(decoder), auditor_of(Driver(decoder))
         for tokens in (40, 4):
             driver.submit(PROMPTS[1], SamplingParams(max_tokens=tokens))
         driver.run_until_idle()
-        with patch("specdec.audit.auditor.MAX_WAITING", 1):
-            driver.submit(PROMPTS[1], SamplingParams(max_tokens=4))
-            driver.run_until_idle()
+        auditor.max_waiting = 1
+        driver.submit(PROMPTS[1], SamplingParams(max_tokens=4))
+        driver.run_until_idle()
         assert dict(totals_of(driver).audit_skipped) == {"long": 1, "queue": 1, "failed": 0}
-        with patch("specdec.audit.idle_pass.read_text", side_effect=MemoryError("none left")):
-            work_by_hand(driver)
-        assert totals_of(driver).audit_skipped["failed"] == 1 and not auditor_of(driver).has_work
+        auditor.compare = no_memory
+        work_by_hand(driver)
+        assert totals_of(driver).audit_skipped["failed"] == 1 and not auditor.has_work
 
 
 def test_only_a_share_is_compared(zoo: Zoo, tmp_path: Path) -> None:

@@ -6,17 +6,15 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
-import torch
 from prometheus_client.parser import text_string_to_metric_families
 from toolkit.driver import Driver
-from toolkit.inside.audit import audited
+from toolkit.inside.round_faults import fault
 from toolkit.serving.server import Served, error_of
+from toolkit.traffic.audit import audited
 
 from specdec import SpecConfig, SpecDecoder, shipped
-from specdec.verify import verifier
 
 PATH, DRAFTING = "/v1/completions", "/v1/drafting"
 BODY: dict[str, Any] = {"model": "tiny", "prompt": "Once upon a time", "max_tokens": 24, "temperature": 0}
@@ -36,15 +34,6 @@ def numbers(served: Served) -> dict[str, float]:
     return {name.removeprefix("specdec_"): value for name, value in found.items() if "audit" in name or "drafting" in name}
 
 
-def wrong_everywhere() -> Any:
-    original = verifier.choose_tokens
-
-    def tampered(logits_RV: Any, *rest: Any) -> Any:
-        return original(logits_RV, *rest)._replace(tokens_R=logits_RV.topk(2).indices[:, 1].to(torch.int64))
-
-    return patch.object(verifier, "choose_tokens", tampered)
-
-
 @pytest.mark.parametrize("log_prompts", [False, True])
 def test_operators_see_a_wrong_text(watched: SpecDecoder, tmp_path: Path, log_prompts: bool) -> None:
     """Keeps out: a finding that only a counter knows, texts of callers in files, and a switch that does not switch back."""
@@ -55,11 +44,11 @@ def test_operators_see_a_wrong_text(watched: SpecDecoder, tmp_path: Path, log_pr
             "audit_skipped_totallong": 0, "audit_skipped_totalqueue": 0, "audit_skipped_totalfailed": 0, "drafting_stopped": 0,
         }  # fmt: skip
         assert served.get(DRAFTING, headers=key).json() == {"object": "drafting", "enabled": True}
-        with wrong_everywhere():
+        with fault("both sides"):
             text = served.post(PATH, BODY, headers=key).json()["choices"][0]["text"]
             audited(Driver(watched))
         seen = numbers(served)
-        assert seen["audit_tokens_total"] == 24 and seen["audit_mismatch_total"] > 12 and seen["drafting_stopped"] == 1
+        assert seen["audit_tokens_total"] == 24 and seen["audit_mismatch_total"] > 0 and seen["drafting_stopped"] == 1
         (line,) = [line for line in served.lines if line["event"] == "server"]
         (path,) = (tmp_path / "replays").iterdir()
         assert line["level"] == "error" and str(path) in line["message"] and text.strip()[:9] not in line["message"]
