@@ -26,6 +26,7 @@ from specdec.screen.progress import show_progress
 from specdec.startup import STARTUP
 
 if TYPE_CHECKING:
+    from specdec.audit.auditor import Auditor
     from specdec.lossless.verification import Verification
     from specdec.trace.trace import Trace
 
@@ -40,6 +41,20 @@ class SpecDecoder(LoadedDecoder):
     Any number of threads may call one decoder, and their requests share the batch.  `with SpecDecoder.from_pretrained(...) as
     decoder:` closes it at the end of the block.
     """
+
+    auditor: Auditor | None = None  # with the option `audit`
+
+    def _begin(self) -> None:
+        if self.settings.options.audit:
+            from specdec.audit.auditor import Auditor  # which most programs never need
+            from specdec.audit.idle_pass import run_once
+
+            scheduler, vocab_size = self.engine.scheduler, self.model.config.vocab_size
+            self.auditor = Auditor(self.settings, scheduler.totals, self.grammars, vocab_size, self.tokenizer)
+            if self.settings.device.type == "cuda":  # elsewhere nothing is compiled
+                self.engine.runner.on_all_ranks(run_once, self.settings)
+            scheduler.on_answer.append(self.auditor.take)
+            self.owner.idle_work = self.auditor
 
     @classmethod
     @shows_options
@@ -83,8 +98,24 @@ class SpecDecoder(LoadedDecoder):
             STARTUP.lap("look at the draft")
             STARTUP.begin("making room for keys and values")
             decoder = cls(model, head, resolved, tokenizer, ranks, owns_ranks=True)
+            if decoder.auditor is not None:
+                decoder.auditor.names = named(target, draft)
             STARTUP.begin("waiting for the first token")
             return decoder
+
+    def set_drafting(self, enabled: bool) -> None:
+        """Whether the drafter proposes anything, for all callers; the texts are the same.
+
+        What runs when it is switched off goes on plainly to its end.
+        """
+        require_bool("enabled", enabled, True)
+        self.owner.check_open()
+        self.owner.set_drafting(enabled)
+
+    @property
+    def is_drafting(self) -> bool:
+        """Whether it may: nobody has switched it off, and no audit has (`audit_stop`).  False without a drafter."""
+        return self.head is not None and not self.engine.scheduler.speculation.is_stopped
 
     def verify(
         self, prompts: Any, sampling: SamplingParams | Sequence[SamplingParams] | None = None, *, progress: bool = False
@@ -153,6 +184,12 @@ class SpecDecoder(LoadedDecoder):
                     news.get()
         finally:
             self.owner.cancel(request)
+
+
+def named(target: str | Path, draft: Draft) -> dict[str, Any]:
+    """What a decoder was loaded from, as plain data."""
+    drafts = draft if isinstance(draft, str | Path | None) else [str(each) for each in draft]
+    return {"target": str(target), "draft": str(drafts) if isinstance(drafts, Path) else drafts}
 
 
 def check_one_prompt(prompt: Any, several: str) -> None:

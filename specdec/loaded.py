@@ -86,6 +86,10 @@ class LoadedDecoder:
         if (corpus := settings.options.corpus) is not None:
             self._tables.read_file(corpus, self.engine.runner.run)
         self._finalizer = weakref.finalize(self, self.owner.begin_to_close)  # ends the thread when the decoder is forgotten
+        self._begin()
+
+    def _begin(self) -> None:
+        """For what a subclass adds to the engine before its first request."""
 
     # ---- what it is made of ----
 

@@ -55,7 +55,7 @@ class Scheduler:
         self.totals = Totals()
         self.on_enter: Callable[[Request], None] = lambda request: None  # told of every request that gets its first row
         self.on_end: Callable[[Request], None] = lambda request: None  # told of every request that has ended, within a step
-        self.on_answer: Callable[[Request], None] = lambda request: None  # told of every one that has come to its end
+        self.on_answer: list[Callable[[Request], None]] = []  # each told of every one that has come to its end
         self._chunk_is_next = True
         self._arrivals = count()
         self._batch_needs = BatchNeeds()
@@ -81,7 +81,8 @@ class Scheduler:
     def totals_now(self) -> Totals:
         """The totals, with what the scheduler holds now."""
         running, waiting, depths = len(self.states), len(self.waiting), self.speculation.most_emitted - 1
-        return replace(self.totals, running=running, waiting=waiting, depths=depths, **self.admission.usage()._asdict())
+        held = replace(self.totals, running=running, waiting=waiting, depths=depths, **self.admission.usage()._asdict())
+        return replace(held, drafting_stopped=int(self.speculation.is_stopped))
 
     # ---- requests come and go ----
 
@@ -149,7 +150,7 @@ class Scheduler:
             if self.batch.is_full or state.unread:
                 break
             request = state.request
-            if self.speculation.is_too_long(request.num_tokens) or request.drafted_until is not None:
+            if self.speculation.is_over(request.num_tokens) or request.drafted_until is not None:
                 request.drafted_until = 0
             speculates = self._speculates(request)
             # If it speculates, the pages of those that don't will lack the drafter's keys and values.
@@ -304,12 +305,12 @@ class Scheduler:
         return min(self.batch.count, 1 << (rows - 1).bit_length()) if self.pads_rows else rows
 
     def _stop_drafting(self, states: list[RequestState | None]) -> list[steps.Step]:
-        """The step by which rows whose texts have become too long for the drafter go on plainly, if there are any."""
+        """The step by which rows in whose texts nothing more is drafted go on plainly, if there are any."""
         rows = []
         for row, state in enumerate(states):
             if state is None or not self._speculates(state.request):
                 continue
-            if self.speculation.is_too_long(length := tokens_of([state])):
+            if self.speculation.is_over(length := tokens_of([state])):
                 state.request.drafted_until = length - self.speculation.pause
                 rows.append(row)
         self._end_pause()
@@ -384,7 +385,8 @@ class Scheduler:
         if request.has_entered and request.error is None:
             self.admission.lengths.add(len(request.output.token_ids))
             if not request.cancelled:
-                self.on_answer(request)
+                for told in self.on_answer:
+                    told(request)
         self.totals.ended(request)
         self.on_end(request)
 

@@ -35,6 +35,7 @@ class Speculation:
     ready_seconds: how long it takes to capture a shape's round; 0: nothing is captured, so that any shape may run at any time.
     max_draft_length: of a text, beyond which nothing is drafted; None: there is no such length.
     first_accepted: see Acceptance.
+    is_stopped: whether nothing is drafted, in any text, until somebody says otherwise; what runs goes on plainly.
     pause: paused rounds since the drafter last caught up; no row that speculates has more tokens than this that the drafter
         has not seen.  Whoever takes rows away sets it to 0 once no running row speculates, since no such token is left then.
     """
@@ -49,6 +50,7 @@ class Speculation:
     ) -> None:
         self.shapes, self.max_draft_length = tuple(shapes), max_draft_length
         self.controller = Controller(shapes, ready_seconds, first_accepted) if is_auto else None
+        self.is_stopped = False
         self.pause = 0
         self._tokens = 0  # of the rows with which a step is tried
         self._ready: dict[RoundKey, tuple[Shape, ...]] = {}  # what has been captured, where anything is
@@ -58,9 +60,9 @@ class Speculation:
         """The most tokens that a round emits in a row."""
         return 1 + max((shape.levels for shape in self.shapes), default=0)
 
-    def is_too_long(self, tokens: int) -> bool:
-        """Whether nothing is drafted in a text of so many tokens."""
-        return self.max_draft_length is not None and tokens >= self.max_draft_length
+    def is_over(self, tokens: int) -> bool:
+        """Whether nothing is drafted in a text of so many tokens, or in none at all."""
+        return self.is_stopped or (self.max_draft_length is not None and tokens >= self.max_draft_length)
 
     def next_round(self, rows: int, needs: Needs, shared: bool, share: float, tokens: int = 0) -> tuple[list[Step], RunRound]:
         """The next round, and what must run before it.

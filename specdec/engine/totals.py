@@ -18,6 +18,8 @@ BETWEEN_TOKENS_BOUNDS = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.02,
 QUEUE_BOUNDS = (0.001, *FIRST_TOKEN_BOUNDS)  # below the time of a round: nobody waited
 REQUEST_BOUNDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 ENDS = ("eos", "stop", "length", "error", "cancelled")  # how requests end
+# Why the audit has not compared an answer that it chose: longer than audit_max_tokens; too many waited; its pass failed.
+SKIPPED = ("long", "queue", "failed")
 
 
 @dataclass
@@ -57,6 +59,7 @@ class Totals:
     local_pages_total: int = 0
     states_used: int = 0  # states of recurrent layers that are kept for later prompts
     states_total: int = 0  # that can be kept
+    drafting_stopped: int = 0  # 1 while nothing is drafted for any request, because somebody stopped it
     depths: int = 0
     requests: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(ENDS, 0)))  # that have ended, by how
     rounds: int = 0  # passes over the batch whose tokens have been read
@@ -67,6 +70,11 @@ class Totals:
     cached_tokens: int = 0  # those of them that the prefix cache held
     output_tokens: int = 0  # that requests have kept
     drafted: int = 0  # draft tokens that were proposed, summed over rows
+    audit_texts: int = 0  # finished answers that the audit has compared with the reference
+    audit_tokens: int = 0  # their tokens
+    audit_mismatch: int = 0  # those of them that rounding does not explain
+    audit_interrupted: int = 0  # passes of the audit that made way for requests, to begin anew later
+    audit_skipped: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(SKIPPED, 0)))  # answers, by why
     paths: Counter[tuple[int, int]] = field(default_factory=Counter)  # rows of rounds, by the tree's levels and those accepted
     first_token: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN_BOUNDS))  # seconds from a request's arrival
     between_tokens: Histogram = field(default_factory=lambda: Histogram(BETWEEN_TOKENS_BOUNDS))

@@ -30,7 +30,7 @@ from specdec.engine.speculation import Speculation
 from specdec.grammar.library import Grammars
 from specdec.limits import MAX_PAUSE
 from specdec.loading import devices
-from specdec.loading.memory import PoolPlan, StatePlan, pool_bytes, pool_plan
+from specdec.loading.memory import PoolPlan, StatePlan, audit_bytes, pool_bytes, pool_plan
 from specdec.loading.resolve import EngineSettings
 from specdec.models.config import ModelConfig
 from specdec.models.kv import cache_layout, make_cache
@@ -100,7 +100,8 @@ def mixing(
 
 def plan_pool(model: Target, head: DraftModel | None, settings: EngineSettings) -> PoolPlan:
     """The KV pool for both models: as large as the rank with the least memory has room for.  All ranks must ask."""
-    memory = pool_bytes(settings.device, settings.options.kv_cache_memory)
+    weights = sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))
+    memory = pool_bytes(settings.device, settings.options.kv_cache_memory, audit_bytes(model.config, settings, weights))
     memory = model.group.all_reduce_min(memory, settings.device)
     if head is None:
         return pool_plan([model.config], settings, memory)

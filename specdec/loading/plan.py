@@ -22,7 +22,7 @@ from specdec.config import SpecConfig
 from specdec.draft.kind import Draft
 from specdec.loading.devices import CHUNK_COST
 from specdec.loading.load import CheckedPair, check_pair, expert_sharing, require_lossless, warn_of_slow_weights
-from specdec.loading.memory import kv_page_bytes, layer_groups, plan_states, source_bytes
+from specdec.loading.memory import audit_bytes, kv_page_bytes, layer_groups, pass_bytes, plan_states, source_bytes
 from specdec.loading.rank_share import heads_of_tensor, share_of_tensor
 from specdec.loading.resolve import EngineSettings, check_packing, check_recurrent, experts_line
 from specdec.models.checkpoints.checkpoint import Checkpoint
@@ -215,6 +215,7 @@ def parts_of(models: CountedModels, settings: EngineSettings) -> dict[str, int]:
         "a round": pass_bytes(target, queries, queries, models.features, dtype),
         "a chunk of prompts": pass_bytes(target, chunk, options.max_batch_size, models.features, dtype)
         + models.scratch * dtype,
+        **({"passes of the audit": size} if (size := audit_bytes(target, settings, models.weights[0])) else {}),
         "CUDA itself": CONTEXT_BYTES,
     }
 
@@ -225,15 +226,6 @@ def kv_bytes(models: CountedModels, settings: EngineSettings) -> int:
     pages = [settings.options.max_batch_size * (group.ring or settings.pages_per_sequence) + 1 for group in groups]
     kv = sum(count * size for count, size in zip(pages, kv_page_bytes(models.configs, settings, groups), strict=True))
     return kv + models.page_bytes * pages[0] + source_bytes(models.configs[0], settings)
-
-
-def pass_bytes(config: ModelConfig, tokens: int, rows: int, features: int, itemsize: int) -> int:
-    """What a forward pass takes while it runs: the widest values of a layer, the features, and the logits of `rows` rows.
-
-    The widest values are the residual stream, its norm and what is added to it, gate and up, and their product.
-    """
-    layer = 3 * config.hidden_size + 3 * config.intermediate_size + features
-    return itemsize * tokens * layer + (itemsize + 4) * rows * config.vocab_size
 
 
 def _models(pair: CheckedPair, settings: EngineSettings) -> CountedModels:

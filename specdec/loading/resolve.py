@@ -18,7 +18,7 @@ from specdec.attention.needs import AttentionNeeds, architecture_of, gpu_kind
 from specdec.checks import require_int
 from specdec.config import GraphMode, SpecConfig
 from specdec.draft.drafter import DraftModel
-from specdec.loading.context import check_context
+from specdec.loading.context import check_audit, check_context
 from specdec.loading.devices import CHUNK_COST
 from specdec.models.checkpoints.loader import DTYPES
 from specdec.models.config import ModelConfig
@@ -147,6 +147,7 @@ def resolve_settings(
         )
     _check_states_are_found(options)
     check_context(options, target, target_backend)
+    check_audit(options, target, drafts=spec is not None)
     if options.page_size == "sequence" and options.prefix_caching:
         raise ValueError(
             "prefix_caching=True keeps full pages, and one as long as the longest sequence is never full, got "

@@ -168,6 +168,10 @@ class Tokenizer:
             raise ValueError(f"{what} needs a tokenizer, but {self._folder} holds none; expected lists of token ids")
         return self._inner
 
+    def without_folder(self, message: str) -> str:
+        """An error's message for whoever must not learn where the files lie."""
+        return message.replace(str(self._folder), "this model")
+
     def _template_fault(self, name: str, error: Exception) -> str:
         """One line about the error: what the template says against the messages, or what is wrong with the template itself."""
         from jinja2 import TemplateError, TemplateSyntaxError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 
@@ -19,7 +20,7 @@ from specdec.serve.wire.answers import AnswerHeading, model_card, whole_answer
 from specdec.serve.wire.body import parse_object, read_body
 from specdec.serve.wire.corpus import corpus_answer, read_corpus_plan
 from specdec.serve.wire.errors import wrong
-from specdec.serve.wire.fields import CHAT, COMPLETIONS
+from specdec.serve.wire.fields import CHAT, COMPLETIONS, only_used
 from specdec.serve.wire.requests import read_plan, unknown_model
 
 ReadMetrics = Callable[[], Awaitable[bytes]]  # gives the page of /metrics
@@ -51,6 +52,21 @@ class Endpoints:
         except (TypeError, ValueError) as error:
             raise wrong("text", str(error)) from None
         return JSONResponse(corpus_answer(name, len(texts), tokens))
+
+    async def drafting(self, request: Request) -> Response:
+        """Whether anything is drafted, and a switch for it: an audit may have turned it off (`audit_stop`)."""
+        state, decoder = self._state, self._state.decoder.decoder
+        if request.method == "POST":
+            state.check_open()
+            body = await read_body(request.receive, request.headers, state.options.max_body_bytes, state.options.read_seconds)
+            enabled = only_used(parse_object(body), ("enabled",), {}, "").get("enabled")
+            if not isinstance(enabled, bool):
+                raise wrong("enabled", 'enabled must be true or false; nearest thing that works: {"enabled": true}')
+            if decoder.head is None:
+                raise wrong("enabled", "there is no drafter here to switch; nearest thing that works: a server with --draft")
+            decoder.set_drafting(enabled)
+            await asyncio.to_thread(decoder.owner.settle)
+        return JSONResponse({"object": "drafting", "enabled": decoder.is_drafting})
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._card()]})

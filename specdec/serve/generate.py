@@ -55,7 +55,8 @@ def _wrong_prompt(decoder: SpecDecoder, plan: RequestPlan, error: ValueError | T
         return wrong("messages", f"{NO_TEMPLATE}; nearest thing that works: {COMPLETIONS} with a prompt")
     option, rule = field_of(error), plan.sampling.grammar_rule
     is_grammar = rule is not None and option == rule[0]
-    return wrong(plan.grammar_field if is_grammar else option or plan.prompt_field, str(error))
+    said = decoder.tokenizer.without_folder(str(error))
+    return wrong(plan.grammar_field if is_grammar else option or plan.prompt_field, said)
 
 
 async def run_all(decoder: AsyncSpecDecoder, requests: Sequence[Request]) -> list[Generation]:

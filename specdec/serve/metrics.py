@@ -36,6 +36,7 @@ GAUGES: dict[str, tuple[str, str]] = {  # name behind specdec_: field of Totals,
         "States of recurrent layers that are kept for later prompts; 0 for targets without such layers",
     ),
     "states": ("states_total", "How many such states can be kept"),
+    "drafting_stopped": ("drafting_stopped", "1 while nothing is drafted, because an audit or somebody has stopped it"),
 }
 COUNTERS: dict[str, str] = {  # field of Totals: meaning; the metric's name is specdec_, the field and _total
     "prompt_tokens": "Prompt tokens of requests that have entered the batch",
@@ -48,6 +49,10 @@ COUNTERS: dict[str, str] = {  # field of Totals: meaning; the metric's name is s
     "drafted": "Draft tokens proposed",
     "accepted": "Draft tokens accepted",
     "speculated": "Rounds of a request that verified a draft",
+    "audit_texts": "Finished answers that the audit has compared with the target",
+    "audit_tokens": "Tokens of these answers",
+    "audit_mismatch": "Tokens of these that the target would not write, and that rounding does not explain",
+    "audit_interrupted": "Passes of the audit that made way for requests, to begin anew later",
 }
 DEPTHS: dict[str, str] = {  # likewise, with the label depth, from 1
     "reached_by_depth": "Rounds of a request that accepted all levels of the draft tree before this one",
@@ -60,6 +65,7 @@ HISTOGRAMS: dict[str, str] = {  # likewise; the names end in _seconds
     "request": "Seconds from a request's arrival to its end, however it ended",
 }
 REQUESTS = ("specdec_requests", "Requests that have ended, by how: eos, stop, length, error or cancelled", ("reason",))
+SKIPPED = ("specdec_audit_skipped", "Answers that the audit chose and did not compare, by why: long, queue or failed", ("why",))
 RESPONSES = ("specdec_http_responses", "HTTP responses, by status; 499: the client had gone", ("status",))
 HTTP_REQUESTS = (
     "specdec_http_requests",
@@ -74,7 +80,7 @@ LINES_DROPPED = (
     "Lines of the log that were lost, because nobody read it or the disk was full",
     (),
 )
-STATUSES = (200, 400, 401, 404, 405, 408, 413, 415, 429, 499, 500, 503)  # that the server answers with; likewise
+STATUSES = (200, 204, 400, 401, 404, 405, 408, 413, 415, 421, 429, 499, 500, 503)  # that the server answers with; likewise
 Counted = Mapping[tuple[str, ...], float]  # values of a metric's labels -> number
 
 
@@ -117,6 +123,7 @@ def _of_engine(totals: Totals) -> Iterator[Metric]:
     for name, meaning in DEPTHS.items():
         yield _labelled((f"specdec_{name}", meaning, ("depth",)), _by_place(getattr(totals, name), first=1))
     yield _labelled(REQUESTS, {(how,): count for how, count in totals.requests.copy().items()})
+    yield _labelled(SKIPPED, {(why,): count for why, count in totals.audit_skipped.copy().items()})
     for name, meaning in HISTOGRAMS.items():
         yield _histogram(f"specdec_{name}_seconds", meaning, getattr(totals, name))
 

@@ -11,7 +11,8 @@ import os
 from dataclasses import dataclass, fields
 from typing import Any
 
-from specdec.options import option, setting_of
+from specdec.checks import option, setting_of
+from specdec.serve.access.names import hosts_of, origins_of
 
 KEY_VARIABLE = "SPECDEC_API_KEY"
 ALIASES = ("vllm", "sglang")  # servers whose names of metrics there are
@@ -43,6 +44,18 @@ class ServeOptions:
     )
     model_name: str | None = option(
         None, "what requests call the model; default: the last part of --target, specdec for the shipped pair", metavar="NAME"
+    )
+    allowed_origins: str | None = option(
+        None,
+        "web pages that may use the server from a browser: their origins, such as https://example.com, with commas between "
+        "them, or * for all; default: none but the server's own page",
+        metavar="ORIGINS",
+    )
+    allowed_hosts: str | None = option(
+        None,
+        "names besides localhost under which a server on loopback without a key may be asked for, with commas between them, or "
+        "* for all; another Host gets status 421",
+        metavar="NAMES",
     )
     max_queue: int = option(
         256, "choices that may wait besides the --max-batch-size that run; further requests get status 429", bounds=(0, 1 << 20)
@@ -82,10 +95,16 @@ class ServeOptions:
     log_prompts: bool = option(False, "write prompts and output texts to the log, which otherwise holds no text of any request")
 
     def __post_init__(self) -> None:
-        for name in ("host", "api_key", "model_name"):
+        for name in ("host", "api_key", "model_name", "allowed_origins", "allowed_hosts"):
             _check_text(name, getattr(self, name), optional=name != "host")
+        _ = self.origins, self.hosts  # what can't be read is an error now
         for item in fields(self):
             setting_of(item).check(item.name, getattr(self, item.name), item.default)
+        if self.allowed_hosts is not None and not (self.is_loopback and self.api_key is None):
+            raise ValueError(
+                "allowed_hosts is for a server on loopback without a key, where pages could get in under another name; nearest "
+                "setting that works: allowed_hosts=None"
+            )
 
     @property
     def name(self) -> str:
@@ -96,6 +115,16 @@ class ServeOptions:
     def aliases(self) -> tuple[str, ...]:
         """The servers of ALIASES whose names of metrics there are."""
         return tuple(self.metrics_aliases.split(",")) if self.metrics_aliases else ()
+
+    @property
+    def origins(self) -> tuple[str, ...]:
+        """allowed_origins, one by one."""
+        return () if self.allowed_origins is None else origins_of("allowed_origins", self.allowed_origins)
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """allowed_hosts, one by one."""
+        return () if self.allowed_hosts is None else hosts_of("allowed_hosts", self.allowed_hosts)
 
     @property
     def is_loopback(self) -> bool:

@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 from starlette.types import Receive
 
 from specdec.async_decoder import AsyncSpecDecoder
+from specdec.serve.access.checks import HostCheck, OriginCheck
 from specdec.serve.limits import KeyCheck, Queue
-from specdec.serve.log import ENDS
+from specdec.serve.log import ENDS, write_line
 from specdec.serve.options import ServeOptions
 from specdec.serve.times import TIMES, ServeTimes
 from specdec.serve.wire.errors import ClientGone, cut_off, engine_failed, shutting_down
@@ -50,7 +51,11 @@ class ServerState:
 
     def __init__(self, decoder: AsyncSpecDecoder, options: ServeOptions, times: ServeTimes = TIMES) -> None:
         self.decoder, self.options, self.times = decoder, options, times
-        self.key_check = KeyCheck(options.api_key)
+        self.key_check, self.origins = KeyCheck(options.api_key), OriginCheck(options.origins)
+        self.host_check: HostCheck | None = None  # made by a server that listens itself
+        if (auditor := decoder.decoder.auditor) is not None:
+            auditor.keeps_texts = options.log_prompts
+            auditor.tell = lambda said: write_line("server", {"level": "error", "message": said})
         settings = decoder.decoder.settings
         self.max_seq_len, self.piece = settings.max_seq_len, decoder.decoder.tokenizer.piece
         self.queue = Queue(settings.options.max_batch_size + options.max_queue)

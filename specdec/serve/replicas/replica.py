@@ -17,13 +17,12 @@ from specdec.draft.kind import Draft
 from specdec.options import EngineOptions
 from specdec.serve.app import app_of
 from specdec.serve.metrics import TotalsCollector
-from specdec.serve.middleware import GIVEN_ID
+from specdec.serve.middleware import GIVEN_ID, MAX_ID_LENGTH
 from specdec.serve.options import ServeOptions
 from specdec.serve.replicas.metrics import Families, exposition
 from specdec.serve.state import ServerState
 
 SCRAPE_SECONDS = 5.0  # for all replicas to tell their numbers
-MAX_ID_LENGTH = 128  # callers may choose ids
 
 
 class RaysId:

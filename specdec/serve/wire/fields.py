@@ -14,6 +14,7 @@ from specdec.config import SAMPLING_OPTIONS
 from specdec.serve.wire.errors import wrong
 
 COMPLETIONS, CHAT, CORPUS = "/v1/completions", "/v1/chat/completions", "/v1/corpus"
+DRAFTING = "/v1/drafting"
 # Options of SamplingParams that are fields of another form, or whose limits depend on other fields.
 READ_APART = ("max_tokens", "min_tokens", "n", "logprobs", "json_schema", "regex", "grammar", "prediction")
 SAMPLING_FIELDS = tuple(name for name in SAMPLING_OPTIONS if name not in READ_APART)  # the others, fields of the same meaning

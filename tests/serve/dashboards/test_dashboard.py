@@ -22,7 +22,7 @@ from toolkit.serving.server import Served
 from specdec import SpecDecoder
 
 DASHBOARD = ROOT / "examples" / "serve" / "grafana.json"
-WORDS = "by and on rate sum histogram_quantile".split()  # of the query language, as far as the expressions have it
+WORDS = "by and on rate sum max histogram_quantile".split()  # of the query language, as far as the expressions have it
 GRAFANAS = {"$__rate_interval": "5m", "$model": "tiny"}  # what Grafana puts in before it asks
 ALL = "vllm,sglang"
 Promtool = Callable[..., str]

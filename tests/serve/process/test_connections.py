@@ -27,7 +27,7 @@ from specdec.serve.times import ServeTimes
 
 PATH = "/v1/completions"
 GOOD: dict[str, Any] = {"model": "tiny", "prompt": "Once", "max_tokens": 2}
-HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: [::1]\r\nContent-Type: application/json\r\n"
 
 
 def serve(pair: SpecDecoder, times: dict[str, float] | None = None, **options: Any) -> Served:
@@ -238,7 +238,7 @@ def test_a_body_that_never_ends(pair: SpecDecoder, length: bytes) -> None:
 def test_a_body_that_was_answered_and_never_ends(pair: SpecDecoder) -> None:
     """Keeps out: a connection that is held for ever by a body that nobody waits for: each byte put off uvicorn's own end."""
     with serve(pair, read_seconds=1) as served, served.connect() as connection:
-        connection.sendall(b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n")
+        connection.sendall(b"POST /nowhere HTTP/1.1\r\nHost: [::1]\r\nContent-Length: 100000\r\n\r\n")
         assert connection.recv(1 << 16).startswith(b"HTTP/1.1 404")
         connection.settimeout(0.1)
         began = time.monotonic()

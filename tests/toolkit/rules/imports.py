@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "engine": {"engine", "plain"},
 }
 # The door's own layers, from the inside out: each may import those before it, and all rooms above; of OUTER not each other.
-DOOR = ("prompts", "loading", "loaded", "session", "lossless", "trace", "decoder")
+DOOR = ("prompts", "loading", "loaded", "session", "lossless", "audit", "trace", "decoder")
 OUTER = ("bench", "serve", "train", "tune", "operators")
 for name in DOOR:
     MAY_IMPORT[name] = {*MAY_IMPORT, name}
