@@ -164,14 +164,14 @@ def test_random_traffic_raises_no_alarm(zoo: Zoo, tmp_path: Path, world: str) ->
     }  # fmt: skip
     settings = {**specs[world], "audit": 1.0, "audit_folder": str(tmp_path)}
     traffic = Traffic(zoo, World("llama", "eagle3", settings), random.Random(world))
-    _, finished = drive(traffic, events=40)
+    _, finished = drive(traffic, events=20)
     while auditor_of(traffic.driver).has_work:
         work_by_hand(traffic.driver)
     found = totals_of(traffic.driver)
     assert found.audit_texts == finished - found.audit_skipped["queue"] > 0 and found.audit_mismatch == 0
 
 
-@pytest.mark.slow_cases
+@pytest.mark.slow_cases(keep=0)
 @pytest.mark.parametrize("world", ["tree", "auto", "kept"])
 def test_drafts_may_stop_and_go_on_at_any_time(zoo: Zoo, world: str) -> None:
     """Keeps out: a row that speculates again where the drafter does not know its text, and texts that change."""
