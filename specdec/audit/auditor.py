@@ -10,6 +10,7 @@ import random
 import warnings
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,7 @@ class Auditor:
         except Exception as error:  # of any kind, most often too little memory
             self._done()
             self._totals.audit_skipped["failed"] += 1
-            self.tell(f"the audit could not compare a text of {len(finished.token_ids)} tokens: {type(error).__name__}")
+            self._say(f"the audit could not compare a text of {len(finished.token_ids)} tokens: {type(error).__name__}")
             if self._settings.options.tensor_parallel_size > 1:  # other ranks may not have got as far: nothing can run any more
                 raise
             return
@@ -125,13 +126,17 @@ class Auditor:
                 decode = self._tokenizer.decode
                 texts = {"prompt": decode(finished.prompt_ids), "output": decode(finished.token_ids)}
             names = {**self.names, "versions": versions()}
-            file = ReplayFile.of(finished, replace(check, off=wrong), self._settings, names, texts)
             try:
+                file = ReplayFile.of(finished, replace(check, off=wrong), self._settings, names, texts)
                 self.files.append(file.write(Path(self._settings.options.audit_folder)))
                 said += f"; replay file: {self.files[-1]}"
-            except OSError as error:
-                said += f"; its replay file could not be written: {error.strerror}"
+            except Exception as error:  # of any kind, most often a full disk: requests go on
+                said += f"; its replay file could not be written: {getattr(error, 'strerror', None) or type(error).__name__}"
         if self._settings.options.audit_stop and not engine.scheduler.speculation.is_stopped:
             engine.scheduler.speculation.is_stopped = True
             said += "; nothing is drafted any more (audit_stop) until somebody says otherwise"
-        self.tell(said)
+        self._say(said)
+
+    def _say(self, said: str) -> None:
+        with suppress(Exception):  # of any kind: whoever is told must not end the engine
+            self.tell(said)

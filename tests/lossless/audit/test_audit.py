@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from toolkit.driver import Driver
 from toolkit.inside.round_faults import fault
 from toolkit.models import Zoo, ragged_prompts
-from toolkit.traffic.audit import audited, auditor_of, totals_of, wanted_at, weights, work_by_hand
+from toolkit.traffic.audit import audited, auditor_of, switch_drafting, totals_of, wanted_at, weights, work_by_hand
 from toolkit.traffic.traffic import Traffic, World, drive
 
-from specdec import SamplingParams, SpecConfig, SpecDecoder, cli, shipped
+from specdec import EngineOptions, SamplingParams, SpecConfig, SpecDecoder, cli, shipped
+from specdec.loading.memory import pool_bytes
+from specdec.loading.plan import plan_memories
 from specdec.lossless.replay import ReplayFile, replay
 from specdec.session import Session
 
@@ -161,11 +164,47 @@ def test_random_traffic_raises_no_alarm(zoo: Zoo, tmp_path: Path, world: str) ->
     }  # fmt: skip
     settings = {**specs[world], "audit": 1.0, "audit_folder": str(tmp_path)}
     traffic = Traffic(zoo, World("llama", "eagle3", settings), random.Random(world))
-    _, finished = drive(traffic, events=40)
+    _, finished = drive(traffic, events=20)
     while auditor_of(traffic.driver).has_work:
         work_by_hand(traffic.driver)
     found = totals_of(traffic.driver)
     assert found.audit_texts == finished - found.audit_skipped["queue"] > 0 and found.audit_mismatch == 0
+
+
+@pytest.mark.slow_cases(keep=0)
+@pytest.mark.parametrize("world", ["tree", "auto", "kept"])
+def test_drafts_may_stop_and_go_on_at_any_time(zoo: Zoo, world: str) -> None:
+    """Keeps out: a row that speculates again where the drafter does not know its text, and texts that change."""
+    settings = {"prefix_caching": True} if world == "kept" else {}
+    spec = SpecConfig("auto", 2, 8) if world == "auto" else TREE
+    chance, params = random.Random(world), [SamplingParams(max_tokens=30, **each) for each in EVERY[:3]]
+    with zoo.decoder("llama", "eagle3", spec, max_batch_size=3, **settings) as decoder:
+        want = {i: decoder.generate([PROMPTS[i]], params[2], speculate=False)[0].token_ids for i in range(6)}
+        driver = Driver(decoder)
+        for _ in range(4):
+            asked = [(i, driver.submit(PROMPTS[i], params[2])) for i in range(6)]
+            while not driver.is_idle:
+                switch_drafting(driver, chance.random() < 0.7)
+                driver.step()
+            assert {i: request.output.token_ids for i, request in asked} == want
+        switch_drafting(driver, True)
+        driver.assert_nothing_leaked()
+        assert decoder.generate([PROMPTS[0]], params[2])[0].token_ids == want[0]
+
+
+def test_memory_is_kept_free(zoo: Zoo) -> None:
+    """Keeps out: a pool of keys and values that takes what the audit's passes need, and a plan that does not know of them."""
+    more = {"audit": 0.5, "audit_max_tokens": 64}
+    (plain,), (planned,) = (
+        plan_memories(zoo.target("llama"), None, None, EngineOptions(max_seq_len=128, **settings), [1 << 30])  # type: ignore[arg-type]
+        for settings in ({}, more)
+    )
+    size = planned.parts["passes of the audit"]
+    assert size > 0 and planned.total - plain.total == size and "passes of the audit" not in plain.parts
+    device = torch.device("cpu")
+    assert pool_bytes(device, 0.5, reserved=1 << 30) == pool_bytes(device, 0.5) - (1 << 29)
+    with pytest.raises(ValueError, match="beside the audit's passes"):
+        pool_bytes(device, int(pool_bytes(device, 0.999)), reserved=1 << 34)
 
 
 @pytest.mark.slow

@@ -67,7 +67,7 @@ def test_operators_see_a_wrong_text(watched: SpecDecoder, tmp_path: Path, log_pr
 
 def test_drafts_end_in_what_runs(pair: SpecDecoder) -> None:
     """Keeps out: a switch that waits for requests under way, or that changes their texts."""
-    driver, body = Driver(pair), {**BODY, "max_tokens": 60, "ignore_eos": True}
+    driver, body = Driver(pair), {**BODY, "max_tokens": 30, "ignore_eos": True}
     with Served(pair) as served:
         want = served.post(PATH, body).json()["choices"][0]["text"]
         with driver.rounds_by_hand() as let_run, served.client().completions.create(**{**bare(body), "stream": True}) as events:
@@ -75,7 +75,7 @@ def test_drafts_end_in_what_runs(pair: SpecDecoder) -> None:
                 let_run.release()
             pieces = [next(events).choices[0].text]
             pair.set_drafting(False)
-            for _ in range(200):
+            for _ in range(60):
                 let_run.release()
             pieces += [event.choices[0].text for event in events]
             assert not pair.is_drafting and "".join(pieces) == want

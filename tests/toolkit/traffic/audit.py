@@ -48,3 +48,8 @@ def wanted_at(poll: int) -> Callable[[], bool]:
 def weights(driver: Driver) -> dict[str, tuple[Any, ...]]:
     """Where each weight lies, and of which kind it is."""
     return {name: (tensor.data_ptr(), tensor.dtype) for name, tensor in driver.decoder.model.named_parameters()}
+
+
+def switch_drafting(driver: Driver, enabled: bool) -> None:
+    """As `SpecDecoder.set_drafting`, for a test that steps the engine itself."""
+    driver._scheduler.speculation.is_stopped = not enabled
