@@ -108,9 +108,9 @@ class LateMatcher:
                 masks_NX[node, : len(crossing_X)] &= ~crossing_X
         for begin in sorted({each for each in begins if each is not None}):
             self._fill_held(masks_NX, begin, [n for n in range(nodes) if begins[n] == begin], tokens_N, parents_N)
-            state = states[begin]
-            if state is not None and state.phase == THOUGHT_MAY_OPEN and (token := self._plan.opening) is not None:
-                masks_NX[begin, token >> 5] |= np.array(1 << (token & 31), np.uint32).view(np.int32)
+            state, opening = states[begin], self._plan.opening
+            if state is not None and state.phase == THOUGHT_MAY_OPEN and opening is not None:
+                masks_NX[begin, opening >> 5] |= np.array(1 << (opening & 31), np.uint32).view(np.int32)
 
     def _begins_at(self, state: WaitState) -> bool:
         """Whether the grammar may hold from a state on."""

@@ -50,14 +50,19 @@ class Grammars:
     def check(self, kind: GrammarKind, text: str) -> None:
         """ValueError if no text of the model can be held to the grammar, with the library's reason."""
         with about(kind):
+            self.check_library(kind)
+            self._compile(kind, text)
+
+    def check_library(self, what: str) -> None:
+        """ValueError if no text can be held to any grammar here.  what: what needs that."""
+        with about(what):
             if importlib.util.find_spec("llguidance") is None:
                 raise ValueError(
-                    f"{kind} needs the library llguidance, which is not installed; nearest thing that works: "
+                    f"{what} needs the library llguidance, which is not installed; nearest thing that works: "
                     "pip install 'specdec-runtime[grammar]'"
                 )
             if not self._eos_ids:
-                raise ValueError(f"{kind} needs a target whose config names an eos_token_id, with which the text can end")
-            self._compile(kind, text)
+                raise ValueError(f"{what} needs a target whose config names an eos_token_id, with which the text can end")
 
     def matcher(self, grammar: Grammar) -> Matcher | LateMatcher:
         """A matcher at the beginning of a text.  grammar: one that passed `check`."""

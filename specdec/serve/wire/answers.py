@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from specdec.chat.reply import Reply, ReplyReader, read_reply
 from specdec.generation import Chunk, FinishReason, Generation
 from specdec.serve.wire.errors import ApiError, json_bytes
 from specdec.serve.wire.logprobs import Piece, chat_logprobs, completion_logprobs
+from specdec.serve.wire.parts import message_of
 from specdec.serve.wire.requests import RequestPlan
 from specdec.trace.trace import round_as_json
 
@@ -30,14 +32,26 @@ class AnswerHeading:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
 
-def whole_answer(heading: AnswerHeading, plan: RequestPlan, generations: Sequence[Generation], piece: Piece) -> dict[str, Any]:
-    """The answer that is not streamed; the generations are in the order of the choices.  piece: the text of a token."""
+def reason_of(reason: FinishReason, calls: bool) -> str:
+    """Why an answer ended.  calls: whether it calls tools."""
+    return "tool_calls" if calls and reason != "length" else FINISH_REASONS[reason]
+
+
+def whole_answer(
+    heading: AnswerHeading, plan: RequestPlan, generations: Sequence[Generation], piece: Piece,
+    reader: Callable[[], ReplyReader] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """The answer that is not streamed; the generations are in the order of the choices.  piece: the text of a token.
+
+    reader: makes what reads a chat's answer; None: its text is its content.
+    """
     choices: list[dict[str, Any]] = []
     for index, generation in enumerate(generations):
         said = _said_of(generation, plan, piece, 0)
         reason = {**said, "finish_reason": FINISH_REASONS[generation.finish_reason]}
         if plan.is_chat:
-            message = {"role": "assistant", "content": generation.text, "refusal": None}
+            reply = Reply(generation.text, None, ()) if reader is None else read_reply(reader(), generation.text)
+            message, reason["finish_reason"] = message_of(reply), reason_of(generation.finish_reason, bool(reply.calls))
             choices.append({"index": index, "message": message, **reason})
         else:
             choices.append({"index": index, "text": generation.text, **reason})
@@ -86,9 +100,7 @@ class ChunkWriter:
 
     def chunk(self, index: int, chunk: Chunk) -> bytes:
         """A piece of a choice's text; nothing where there is none yet, unless something is said of its tokens."""
-        if chunk.logprobs or ((self._plan.return_origins or self._plan.return_trees) and chunk.origins):
-            said = _said_of(chunk, self._plan, self._piece, self._offsets[index])
-            self._offsets[index] += sum(len(self._piece(each.token)) for each in chunk.logprobs or ())
+        if (said := self._said(index, chunk)) is not None:
             if not self._has_begun[index]:
                 return self._begin(index, chunk.text, said)
             return self._event(index, self._content(chunk.text), None, said)
@@ -98,6 +110,14 @@ class ChunkWriter:
             return self._begin(index, chunk.text)
         before, after = self._around[index]
         return f"{before}{json.dumps(chunk.text)}{after}".encode()
+
+    def _said(self, index: int, chunk: Chunk) -> dict[str, Any] | None:
+        """What a chunk says of its tokens; None: nothing."""
+        if not (chunk.logprobs or ((self._plan.return_origins or self._plan.return_trees) and chunk.origins)):
+            return None
+        said = _said_of(chunk, self._plan, self._piece, self._offsets[index])
+        self._offsets[index] += sum(len(self._piece(each.token)) for each in chunk.logprobs or ())
+        return said
 
     def finish(self, index: int, reason: FinishReason) -> bytes:
         """The last chunk of a choice."""
