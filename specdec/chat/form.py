@@ -96,4 +96,7 @@ class ReplyForm:
         """The marks of a thought that the answer may begin with, or in which it begins; None: the model writes none."""
         if self.thought is None:
             return None
-        return self.thought._replace(is_open=before.rstrip(BLANKS).endswith(self.thought.open))
+        end = before.rstrip(BLANKS)
+        if end.endswith(self.thought.close):  # the template has closed one, so that there is none
+            return None
+        return self.thought._replace(is_open=end.endswith(self.thought.open))

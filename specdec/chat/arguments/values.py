@@ -40,7 +40,10 @@ class Parameter:
         return json.loads(text)
 
     def expression(self, before_end: str, end: str, lark: LarkWriter) -> str:
-        """What matches a value and the mark after it.  before_end: what stands between them, where that is no part of a text."""
+        """What matches a value and the mark after it.
+
+        before_end: what stands between them, where that can't be part of a text.
+        """
         if self.choices is not None:
             return joined(one_of(lark.text(each) for each in self.choices), lark.text(before_end + end))
         if self.is_plain:
