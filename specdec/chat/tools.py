@@ -17,6 +17,8 @@ MAX_TOOLS = 128  # OpenAI's limit
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}  # where nobody says, as OpenAI
 EXAMPLE = '{"type": "function", "function": {"name": ..., "parameters": {...}}}'
+# Keywords of a schema that may allow properties besides those it names.
+OPEN = {"additionalProperties", "unevaluatedProperties", "patternProperties", "$ref", "allOf", "anyOf", "oneOf", "if"}
 TOOL_FIELDS, FUNCTION_FIELDS = ("type", "function"), ("name", "description", "parameters", "strict")
 Choice = Literal["none", "auto", "required"]
 
@@ -113,7 +115,9 @@ def _schema(value: Any, name: str) -> Mapping[str, Any]:
     kind = value.get("type", "object")
     if kind != "object":
         raise _fault(ValueError, name, f"must be the schema of an object, got the type {shown(kind)}; nearest: 'object'")
-    return {"type": "object", **value}
+    if "properties" not in value or not OPEN.isdisjoint(value):
+        return {"type": "object", **value}
+    return {"type": "object", **value, "additionalProperties": False}  # a function takes no argument that it does not name
 
 
 def _choice(value: Any, tools: Sequence[Tool]) -> tuple[Choice, tuple[str, ...] | None]:

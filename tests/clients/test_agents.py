@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 from toolkit.serving.scripted import save_scripted
 from toolkit.serving.server import Served
 
@@ -34,6 +34,7 @@ ASK: list[Any] = [{"role": "user", "content": "How warm?"}]
 class Weather(BaseModel):
     """The weather of a day."""
 
+    model_config = ConfigDict(extra="forbid")
     unit: Literal["c", "f"]
     exact: bool
 

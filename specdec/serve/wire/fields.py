@@ -71,7 +71,7 @@ ELSEWHERE = {
 }  # fmt: skip
 MESSAGE_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
 NEUTRAL_MESSAGE_VALUES: dict[str, tuple[Any, ...]] = {  # what an answer of this server holds too, sent back as history
-    "refusal": (), "audio": (), "annotations": ([],), "function_call": (),
+    "refusal": (), "audio": (), "annotations": ([],), "function_call": (), "parsed": (),
 }  # fmt: skip
 STREAM_OPTIONS = ("include_usage",)
 UNKNOWN_FIELD, UNSUPPORTED = "unknown_parameter", "unsupported_parameter"  # codes of errors

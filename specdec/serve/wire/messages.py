@@ -106,7 +106,8 @@ def _call(value: Any, name: str) -> dict[str, Any]:
     if not isinstance(function, dict) or value.get("type", "function") != "function":
         raise wrong(name, f"{name} must be {expected}, got {shown(value)}")
     call = fields.only_used(value, CALL_FIELDS, {}, f"{name}.")
-    held = fields.only_used(function, FUNCTION_FIELDS, {}, f"{name}.function.")
+    said = {key: held for key, held in function.items() if key != "parsed_arguments"}  # a client's own copy of the arguments
+    held = fields.only_used(said, FUNCTION_FIELDS, {}, f"{name}.function.")
     for key in FUNCTION_FIELDS:
         if not isinstance(held.get(key), str):
             raise wrong(f"{name}.function.{key}", f"{name}.function.{key} must be a text, got {shown(held.get(key))}")
