@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -117,6 +118,24 @@ class NodeTable(NamedTuple):
     def root(self) -> NodeTable:
         """The root alone."""
         return NodeTable(self.tokens[:1], self.parents[:1], self.chosen[:1], self.scores[:1], self.sources[:1])
+
+
+class Emitted(NamedTuple):
+    """What a round emitted in one row, or a chunk for one of its parts.
+
+    tokens: of a round, the accepted draft tokens and then the target's own token.  Of a chunk, the first output token if the
+        prompt ends with the part, else nothing.  A token of -1 says that the target's logits were not finite.
+    logprobs: one for each of the tokens, and more, which mean nothing; empty where the launch needed none.
+    best: of a round, how many of the drafter's first choices were accepted, and how many that path has.
+    sources: of a round, for each accepted draft token a bit for each source that proposed it; empty: there is one source.
+    tree: of a round whose needs ask for trees; a plain round's is only a root.
+    """
+
+    tokens: list[int]
+    logprobs: Sequence[Logprobs] = ()
+    best: tuple[int, int] = (0, 0)
+    sources: Sequence[int] = ()
+    tree: NodeTable | None = None
 
 
 @dataclass(frozen=True)

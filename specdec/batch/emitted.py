@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from specdec.batch.tree import DraftTree
-from specdec.generation import Logprobs, NodeTable
+from specdec.generation import Emitted, Logprobs, NodeTable
 from specdec.parallel.vocabulary import Vocabulary
-from specdec.steps import Emitted
 
 
 class NewTokens(NamedTuple):

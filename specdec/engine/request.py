@@ -11,8 +11,8 @@ from specdec.config import SamplingParams
 from specdec.engine.chunks import PromptRest
 from specdec.engine.needs import RowChoice
 from specdec.engine.trim import Trimmer
-from specdec.generation import Chunk, Generation, Logprobs, Round, Stats, TokenLogprob, source_name
-from specdec.steps import Emitted, EncoderInput, Grammar, PromptPart
+from specdec.generation import Chunk, Emitted, Generation, Logprobs, Round, Stats, TokenLogprob, source_name
+from specdec.steps import EncoderInput, Grammar, PromptPart
 
 LeftAfter = Callable[[Grammar | None, Sequence[int]], tuple[list[int], str]]
 

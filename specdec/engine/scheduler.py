@@ -26,6 +26,7 @@ from specdec.engine.pages.text_pages import EntryDecision, TextPages
 from specdec.engine.request import Request, RequestState, tokens_of
 from specdec.engine.speculation import Speculation
 from specdec.engine.totals import Totals
+from specdec.generation import Emitted
 
 
 class Scheduler:
@@ -206,7 +207,7 @@ class Scheduler:
         """All numbers of rows that rounds may compute."""
         return sorted({self._padded(rows + 1) for rows in range(self.batch.count)})
 
-    def take(self, launch: Launch, emitted: list[steps.Emitted], ended: Sequence[int], seconds: float | None) -> None:
+    def take(self, launch: Launch, emitted: list[Emitted], ended: Sequence[int], seconds: float | None) -> None:
         """Hands a launch's tokens to its requests.  Requests that have ended since the launch take none.
 
         ended: see Pending.  seconds: what a timed round took; None if the launch was not timed.
@@ -218,9 +219,7 @@ class Scheduler:
                 self.totals.chunks += 1
                 self._take(planned, own)
 
-    def _take_round(
-        self, planned: Planned, emitted: Sequence[steps.Emitted], ended: Sequence[int], seconds: float | None
-    ) -> None:
+    def _take_round(self, planned: Planned, emitted: Sequence[Emitted], ended: Sequence[int], seconds: float | None) -> None:
         step = planned.step
         assert isinstance(step, steps.RunRound)
         self.totals.rounds += 1
@@ -233,7 +232,7 @@ class Scheduler:
                 state.request.drafted_until = max(0, tokens_of([state]) - self.speculation.pause)
         self._take(planned, emitted)
 
-    def _take(self, planned: Planned, emitted: Sequence[steps.Emitted]) -> None:
+    def _take(self, planned: Planned, emitted: Sequence[Emitted]) -> None:
         """Hands the tokens of one chunk or round to its requests."""
         step = planned.step
         for index, (state, row) in enumerate(zip(planned.states, emitted, strict=False)):  # a round's padding comes last
@@ -327,7 +326,7 @@ class Scheduler:
 
     # ---- endings ----
 
-    def _hand_out(self, state: RequestState, emitted: steps.Emitted, tree: tuple[int, int] | None) -> None:
+    def _hand_out(self, state: RequestState, emitted: Emitted, tree: tuple[int, int] | None) -> None:
         """Gives a request its tokens.  If that fails, because of its tokenizer for example, only this request fails.
 
         tree: how many draft tokens and levels the round's tree had; None: the token is the first after the prompt.

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from specdec.batch.emitted import read_logprobs, read_trees
+from specdec.generation import Emitted
 from specdec.runner.readback import Readback
-from specdec.steps import Emitted
 
 
 class EmittedPending:

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from specdec.engine.request import RequestState
-from specdec.steps import Emitted, Pass, RunChunk, RunMixed, RunRound, Step
+from specdec.generation import Emitted
+from specdec.steps import Pass, RunChunk, RunMixed, RunRound, Step
 
 
 @dataclass(frozen=True)

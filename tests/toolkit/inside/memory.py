@@ -17,7 +17,8 @@ from specdec.attention.kinds import LayerKind
 from specdec.engine.loop import Engine
 from specdec.engine.request import Request
 from specdec.engine.scheduler import Scheduler
-from specdec.steps import CopyPages, Emitted, EnterRows, GrowRows, LeaveRows, RowEntry, RunChunk, RunMixed, RunRound, Step
+from specdec.generation import Emitted
+from specdec.steps import CopyPages, EnterRows, GrowRows, LeaveRows, RowEntry, RunChunk, RunMixed, RunRound, Step
 from toolkit.pages import check_books
 
 SPEC = SpecConfig(3, 2, 6)
