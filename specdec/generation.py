@@ -129,6 +129,7 @@ class Emitted(NamedTuple):
     best: of a round, how many of the drafter's first choices were accepted, and how many that path has.
     sources: of a round, for each accepted draft token a bit for each source that proposed it; empty: there is one source.
     tree: of a round whose needs ask for trees; a plain round's is only a root.
+    scores: of a scored part, those of the prompt's tokens after its first one; see PromptPart.
     """
 
     tokens: list[int]
@@ -136,6 +137,7 @@ class Emitted(NamedTuple):
     best: tuple[int, int] = (0, 0)
     sources: Sequence[int] = ()
     tree: NodeTable | None = None
+    scores: Sequence[Logprobs] = ()
 
 
 @dataclass(frozen=True)
@@ -201,6 +203,7 @@ class Generation:
     logprobs: one for each of token_ids; None if they were not asked for.
     predicted_tokens: how many tokens the request's prediction had.
     rounds: with the tree of each; None if trees were not asked for.
+    prompt_logprobs: one for each of prompt_token_ids, of which the first has none: None; None if they were not asked for.
     """
 
     prompt_token_ids: list[int]
@@ -213,6 +216,7 @@ class Generation:
     sources: list[str] = field(default_factory=list)
     predicted_tokens: int = 0
     rounds: list[Round] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -222,6 +226,7 @@ class Chunk:
     origins, sources: one for each of token_ids, as in Generation.
     logprobs: one for each of token_ids; None if they were not asked for.
     rounds: those that emitted these tokens; None if trees were not asked for.
+    prompt_logprobs: of the first chunk, as in Generation.
     """
 
     text: str
@@ -230,3 +235,4 @@ class Chunk:
     logprobs: list[TokenLogprob] | None = None
     sources: list[str] = field(default_factory=list)
     rounds: list[Round] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None

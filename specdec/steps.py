@@ -189,6 +189,7 @@ class PromptPart:
     encoder_input: a text that the target's encoder has to read before this part, the first of its prompt.
     resumes: whether the row runs after this part, with `next_token` as its last emitted token: the request had a row before.
     keep: (number, n): the recurrent state after the first n > 0 tokens is kept under that number too, for later prompts.
+    scored: whether the log-probability of the token after each token here is handed out, where that is one of the prompt's.
     """
 
     row: int
@@ -198,6 +199,7 @@ class PromptPart:
     encoder_input: EncoderInput | None = None
     resumes: bool = False
     keep: tuple[int, int] | None = None
+    scored: bool = False
 
     @property
     def is_last(self) -> bool:
@@ -214,6 +216,11 @@ class PromptPart:
         """The number of the prompt's tokens up to the end of this part."""
         return self.start + len(self.token_ids)
 
+    @property
+    def num_scores(self) -> int:
+        """How many log-probabilities are handed out."""
+        return len(self.token_ids) - self.emits if self.scored else 0
+
 
 @dataclass(frozen=True)
 class RunChunk:
@@ -223,6 +230,7 @@ class RunChunk:
     drafted: whether the drafter reads the prompts too; so it must if the row of any part speculates.
     cost: what the pass costs; the unit is the cost of a token at position 0, and a token that reads many others costs more.
     may_capture: whether there is time to capture a CUDA graph for the pass; a graph that exists is replayed anyway.
+    tops: how many likeliest tokens are given beside each token of a scored part.  A chunk with such parts is never captured.
     """
 
     parts: tuple[PromptPart, ...]
@@ -230,6 +238,7 @@ class RunChunk:
     drafted: bool
     cost: float
     may_capture: bool
+    tops: int = 0
 
 
 @dataclass(frozen=True)
@@ -269,7 +278,8 @@ class RunRound:
 class RunMixed:
     """A round and a chunk in one pass over the target.  It does what the round does, and after it the chunk.
 
-    round: not timed, without grammars, of chains or single tokens.  chunk: without grammars and encoder inputs.
+    round: not timed, without grammars, of chains or single tokens.  chunk: without grammars, encoder inputs and
+    scored parts.
     It emits what the round does for each row, then what the chunk does for each part.
     """
 
