@@ -10,7 +10,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from specdec.serve.generate import make_requests, run_all
+from specdec.serve.generate import make_requests, prompts_of, run_all
 from specdec.serve.metrics import registry_of
 from specdec.serve.middleware import ENTRY
 from specdec.serve.state import ServerState
@@ -89,7 +89,7 @@ class Endpoints:
         state.check_open()
         options = state.options
         body = await read_body(request.receive, request.headers, options.max_body_bytes, options.read_seconds)
-        plan = read_plan(parse_object(body), path, state.options.name, state.options.max_tokens_cap)
+        plan = read_plan(parse_object(body), path, state.options.name, options.max_tokens_cap, options.max_logprobs)
         entry.plan(plan, state.options.log_prompts)
         heading = AnswerHeading(("chatcmpl-" if plan.is_chat else "cmpl-") + entry.id.removeprefix("req-"), state.options.name)
         with ExitStack() as held:
@@ -99,6 +99,7 @@ class Endpoints:
             queued.requests = await state.unless_gone(making, request.receive)
             if plan.stream:
                 return EventStream(state, plan, queued.requests, heading, held.pop_all(), entry)
+            prompts = prompts_of(state.decoder.decoder, plan, queued.requests)
             generations = await state.unless_gone(run_all(state.decoder, queued.requests), request.receive)
         entry.finished(plan, generations, state.options.log_prompts)
-        return JSONResponse(whole_answer(heading, plan, generations, state.piece))
+        return JSONResponse(whole_answer(heading, plan, generations, prompts, state.piece))

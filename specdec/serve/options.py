@@ -11,6 +11,7 @@ import os
 from dataclasses import dataclass, fields
 from typing import Any
 
+from specdec.limits import MAX_LOGPROBS, MOST_LOGPROBS
 from specdec.options import option, setting_of
 
 KEY_VARIABLE = "SPECDEC_API_KEY"
@@ -54,6 +55,9 @@ class ServeOptions:
         None,
         "the most output tokens that a request may ask for; default: what the context and the KV pool hold",
         bounds=(1, math.inf),
+    )
+    max_logprobs: int = option(
+        MAX_LOGPROBS, "the most likeliest tokens whose log-probabilities a request may ask for", bounds=(0, MOST_LOGPROBS)
     )
     grace_seconds: int = option(
         30, "after SIGTERM or Ctrl-C, how long requests that run may take to finish", bounds=(0, 24 * 3600)

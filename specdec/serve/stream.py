@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from specdec.async_decoder import AsyncStream
 from specdec.engine.request import Request
 from specdec.generation import Chunk
-from specdec.serve.generate import failure_of
+from specdec.serve.generate import failure_of, prompts_of
 from specdec.serve.log import CLIENT_GONE, LogEntry
 from specdec.serve.state import ServerState
 from specdec.serve.wire.answers import AnswerHeading, ChunkWriter, error_event
@@ -45,7 +45,7 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._state, self._plan, self._entry, self._queued = state, plan, entry, queued
         self._streams = [state.decoder.chunks(request) for request in requests]
-        self._writer = ChunkWriter(heading, plan, state.piece)
+        self._writer = ChunkWriter(heading, plan, prompts_of(state.decoder.decoder, plan, requests), state.piece)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._queued:

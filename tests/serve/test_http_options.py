@@ -63,7 +63,7 @@ OTHERS = {
     "top_logprobs": "_chat_logprobs", "response_format": "grammar_of",
     "structured_outputs": "grammar_of", "return_origins": "read_plan",
     "cache_salt": "read_plan",
-    "return_trees": "read_plan",
+    "return_trees": "read_plan", "return_token_ids": "read_plan", "echo": "read_plan",
 }  # fmt: skip
 # Of each field of SamplingParams: fields of a body, and the value that they give it, which is not its default.
 ASKED: dict[str, tuple[dict[str, Any], Any]] = {
@@ -82,6 +82,8 @@ ASKED: dict[str, tuple[dict[str, Any], Any]] = {
     "prediction": ({"prediction": {"type": "content", "content": [{"type": "text", "text": "a b"}]}}, "a b"),
     "sources": ({"sources": ["drafter"]}, ("drafter",)),
     "speculate": ({"speculate": False}, False),
+    "prompt_logprobs": ({"prompt_logprobs": 3}, 3),
+    "include_stop_str_in_output": ({"include_stop_str_in_output": True}, True),
     "n": ({"n": 2}, 2),  # of the plan, which makes requests of one choice each
     **{name: ({name: other_number(name)}, other_number(name)) for name in NUMBERS},
 }

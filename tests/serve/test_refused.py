@@ -92,7 +92,7 @@ GOOD: dict[str, Any] = {"model": "tiny", "prompt": "Once"}
             "best_of",
             "best_of is not supported by this server; nearest thing that works: leave it out or send 1",
         ),
-        ({"echo": True}, "echo", "leave it out or send false"),
+        ({"suffix": "x"}, "suffix", "leave it out or send"),
         ({"suffix": "end"}, "suffix", "is not supported"),
     ],
 )
@@ -153,8 +153,8 @@ def test_the_client_raises_its_own_errors(served: Served) -> None:
         served.client().completions.create(model="tiny", prompt="Once", top_p=7)
     assert (error.value.param, error.value.type) == ("top_p", "invalid_request_error")
     with pytest.raises(openai.BadRequestError) as error:
-        served.client().completions.create(model="tiny", prompt="Once", echo=True, stream=True)
-    assert (error.value.param, error.value.code) == ("echo", "unsupported_parameter")
+        served.client().completions.create(model="tiny", prompt="Once", suffix="x", stream=True)
+    assert (error.value.param, error.value.code) == ("suffix", "unsupported_parameter")
 
 
 @pytest.mark.parametrize(("path", "params"), [(COMPLETIONS, CompletionParams), (CHAT, ChatParams)])

@@ -19,19 +19,19 @@ READ_APART = ("max_tokens", "min_tokens", "n", "logprobs", "json_schema", "regex
 SAMPLING_FIELDS = tuple(name for name in SAMPLING_OPTIONS if name not in READ_APART)  # the others, fields of the same meaning
 SHARED_FIELDS = (
     "model", "max_tokens", "max_completion_tokens", "min_tokens", "n", "logprobs", "stream", "stream_options",
-    "user", "response_format", "structured_outputs", "return_origins", "return_trees", "prediction", "cache_salt",
-    *SAMPLING_FIELDS,
+    "user", "response_format", "structured_outputs", "return_origins", "return_trees", "return_token_ids", "prediction",
+    "cache_salt", *SAMPLING_FIELDS,
 )  # fmt: skip
-USED_FIELDS = {COMPLETIONS: ("prompt", *SHARED_FIELDS), CHAT: ("messages", "top_logprobs", *SHARED_FIELDS)}
+USED_FIELDS = {COMPLETIONS: ("prompt", "echo", *SHARED_FIELDS), CHAT: ("messages", "top_logprobs", *SHARED_FIELDS)}
 OPENAI = ("temperature", "top_p", "seed", "stop", "presence_penalty", "frequency_penalty", "logit_bias")  # of SAMPLING_FIELDS
 EXTENSIONS = (  # of the fields above, those that OpenAI does not have
-    "min_tokens", "structured_outputs", "return_origins", "return_trees", "cache_salt",
+    "min_tokens", "structured_outputs", "return_origins", "return_trees", "return_token_ids", "cache_salt",
     *(name for name in SAMPLING_FIELDS if name not in OPENAI),
 )  # fmt: skip
 
 # OpenAI's fields that specdec does not support, and the values besides null that say no more than leaving the field out.
 NEUTRAL_VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
-    COMPLETIONS: {"best_of": (1,), "echo": (False,), "suffix": ("",)},
+    COMPLETIONS: {"best_of": (1,), "suffix": ("",)},
     CHAT: {
         "tools": ([],),
         "tool_choice": ("none", "auto"),

@@ -68,7 +68,9 @@ def first_of(decoder: SpecDecoder, prompt: list[int]) -> Generation:
 
 
 @pytest.mark.slow_cases(keep=2)
-@pytest.mark.parametrize(("name", "size", "backend"), [("qwen3", 2, "auto"), ("llama", 1, "transformers"), ("llama3-tied-dim8", 1, "auto")])
+@pytest.mark.parametrize(
+    ("name", "size", "backend"), [("qwen3", 2, "auto"), ("llama", 1, "transformers"), ("llama3-tied-dim8", 1, "auto")]
+)
 def test_ranks_and_transformers_code(zoo: Zoo, name: str, size: int, backend: str) -> None:
     """Keeps out: a token or likeliest ones that only one rank's run of the vocabulary holds."""
     prompts = ragged_prompts(40, 2, seed=1)
