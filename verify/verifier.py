@@ -34,7 +34,7 @@ from specdec.steps import Needs
 from specdec.verify.accept import Accepted, accept
 from specdec.verify.synthetic import SyntheticAcceptance
 
-SCORED_LOGITS = 1 << 26  # that a rank computes at once for tokens of prompts: their float32 numbers take 256 MiB
+SCORED_LOGITS = 1 << 25  # that a rank computes at once for tokens of prompts: their float32 numbers take 128 MiB
 
 
 class TreePass(NamedTuple):
