@@ -75,7 +75,7 @@ class SpecDecoder(LoadedDecoder):
             wanted = WantedPair(target, draft, spec, chosen)
             model, head, resolved, folder = ranks.load(wanted)
             STARTUP.begin("reading the tokenizer")
-            tokenizer = Tokenizer(folder)
+            tokenizer = Tokenizer(folder, chosen.chat_template)
             STARTUP.lap("tokenizer")
             STARTUP.begin("comparing the head with the target on a short text")
             with using_threads(resolved.threads):

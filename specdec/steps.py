@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from specdec.config import SAMPLING_OPTIONS, GrammarKind, SpecConfig
 from specdec.generation import Emitted
+from specdec.grammar.wait import Wait
 from specdec.limits import ZEROS
 from specdec.tables.steps import TableStep
 
@@ -116,12 +117,13 @@ class TokenRules:
 
 class Grammar(NamedTuple):
     """What a row's output must be.  kind: how `text` says it: as a JSON schema, a regular expression or a context-free grammar.
-    ends: ids that end the text, and may stand where it is complete.
+    ends: ids that end the text, and may stand where it is complete.  wait: from where on it holds; None: from the first token.
     """
 
     kind: GrammarKind
     text: str
     ends: tuple[int, ...] = ()
+    wait: Wait | None = None
 
 
 @dataclass(frozen=True)

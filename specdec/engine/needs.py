@@ -8,6 +8,7 @@ from operator import or_
 from typing import NamedTuple
 
 from specdec.config import SAMPLING_OPTIONS, SamplingParams, changed_options
+from specdec.grammar.wait import Wait
 from specdec.limits import MAX_BAD_WORD_TOKENS, MAX_LOGPROBS, MOST_LOGPROBS
 from specdec.steps import Grammar, Needs, RowOptions, TokenRules
 
@@ -58,6 +59,11 @@ class RowChoice(NamedTuple):
         banned = tuple(sorted(ends)) if "ends" in steps else ()
         rules = TokenRules(tuple(seen) if needs.history else (), tuple(bias.items()), phrases, banned)
         return cls(options, rules, needs, grammar)
+
+    def waiting(self, wait: Wait) -> RowChoice:
+        """The same of a row whose grammar begins to hold later."""
+        assert self.grammar is not None
+        return self._replace(grammar=self.grammar._replace(wait=wait))
 
     def with_steps(self, *steps: str) -> RowChoice:
         """The same of a row that needs more of drafts."""

@@ -20,6 +20,7 @@ from specdec.serve.wire.body import parse_object, read_body
 from specdec.serve.wire.corpus import corpus_answer, read_corpus_plan
 from specdec.serve.wire.errors import wrong
 from specdec.serve.wire.fields import CHAT, COMPLETIONS
+from specdec.serve.wire.reply_stream import writer_of
 from specdec.serve.wire.requests import read_plan, unknown_model
 
 ReadMetrics = Callable[[], Awaitable[bytes]]  # gives the page of /metrics
@@ -95,11 +96,13 @@ class Endpoints:
         with ExitStack() as held:
             state.check_open()  # again: the body may have taken its time
             queued = held.enter_context(state.queue.enter(plan.choices, "n" if plan.n > 1 else plan.prompt_field))
-            making = make_requests(state.decoder, plan, state.options.max_tokens_cap)
-            queued.requests = await state.unless_gone(making, request.receive)
+            making = make_requests(state.decoder, plan, state.options.max_tokens_cap, state.form)
+            made = await state.unless_gone(making, request.receive)
+            queued.requests = made.requests
+            prompts = prompts_of(state.decoder.decoder, plan, made.requests)
             if plan.stream:
-                return EventStream(state, plan, queued.requests, heading, held.pop_all(), entry)
-            prompts = prompts_of(state.decoder.decoder, plan, queued.requests)
-            generations = await state.unless_gone(run_all(state.decoder, queued.requests), request.receive)
+                writer = writer_of(heading, plan, prompts, state.piece, made.reader)
+                return EventStream(state, plan, made.requests, writer, held.pop_all(), entry)
+            generations = await state.unless_gone(run_all(state.decoder, made.requests), request.receive)
         entry.finished(plan, generations, state.options.log_prompts)
-        return JSONResponse(whole_answer(heading, plan, generations, prompts, state.piece))
+        return JSONResponse(whole_answer(heading, plan, generations, prompts, state.piece, made.reader))

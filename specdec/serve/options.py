@@ -11,6 +11,7 @@ import os
 from dataclasses import dataclass, fields
 from typing import Any
 
+from specdec.chat.form import AUTO, REASONING_PARSERS, TOOL_PARSERS
 from specdec.limits import MAX_LOGPROBS, MOST_LOGPROBS
 from specdec.options import option, setting_of
 
@@ -61,6 +62,16 @@ class ServeOptions:
     )
     grace_seconds: int = option(
         30, "after SIGTERM or Ctrl-C, how long requests that run may take to finish", bounds=(0, 24 * 3600)
+    )
+    tool_parser: str = option(
+        AUTO,
+        "how the model writes calls of tools; auto: as its chat template tells; none: requests with tools are refused",
+        choices=TOOL_PARSERS,
+    )
+    reasoning_parser: str = option(
+        AUTO,
+        "how the model marks thoughts, which answers then hold apart; auto: as its chat template tells; none: not at all",
+        choices=REASONING_PARSERS,
     )
     page: bool = option(True, "answer / with a playground, a page that uses this API and holds no caller's data")
     log_prompts: bool = option(False, "write prompts and output texts to the log, which otherwise holds no text of any request")

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from starlette.types import Receive
 
 from specdec.async_decoder import AsyncSpecDecoder
+from specdec.prompts.replies import form_of
 from specdec.serve.limits import KeyCheck, Queue
 from specdec.serve.options import ServeOptions
 from specdec.serve.times import TIMES, ServeTimes
@@ -34,6 +35,7 @@ class ServerState:
 
     is_draining: whether the server takes no more requests.
     max_seq_len: the most tokens of a prompt and its output.  piece: the text of a token.
+    form: how the model writes calls of tools and thoughts.
     """
 
     def __init__(self, decoder: AsyncSpecDecoder, options: ServeOptions, times: ServeTimes = TIMES) -> None:
@@ -41,6 +43,7 @@ class ServerState:
         self.key_check = KeyCheck(options.api_key)
         settings = decoder.decoder.settings
         self.max_seq_len, self.piece = settings.max_seq_len, decoder.decoder.tokenizer.piece
+        self.form = form_of(decoder.decoder.tokenizer, options.tool_parser, options.reasoning_parser)
         self.queue = Queue(settings.options.max_batch_size + options.max_queue)
         self.created = int(time.time())
         self.counts = Counts()

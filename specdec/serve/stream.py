@@ -17,10 +17,10 @@ from starlette.types import Receive, Scope, Send
 from specdec.async_decoder import AsyncStream
 from specdec.engine.request import Request
 from specdec.generation import Chunk
-from specdec.serve.generate import failure_of, prompts_of
+from specdec.serve.generate import failure_of
 from specdec.serve.log import CLIENT_GONE, LogEntry
 from specdec.serve.state import ServerState
-from specdec.serve.wire.answers import AnswerHeading, ChunkWriter, error_event
+from specdec.serve.wire.answers import ChunkWriter, error_event
 from specdec.serve.wire.errors import ApiError, ClientGone
 from specdec.serve.wire.requests import RequestPlan
 
@@ -32,20 +32,21 @@ LAST_WORD_SECONDS = 1.0  # for an error to be written to a reader that may have 
 class EventStream(Response):
     """The response that streams the choices of a plan.
 
-    queued: held until the stream has been read to its end, and left then.  entry: the request's line in the log.
+    writer: writes its events.  queued: held until the stream has been read to its end, and left then.  entry: the request's
+    line in the log.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, state: ServerState, plan: RequestPlan, requests: Sequence[Request], heading: AnswerHeading,
+        self, state: ServerState, plan: RequestPlan, requests: Sequence[Request], writer: ChunkWriter,
         queued: AbstractContextManager[object], entry: LogEntry,
     ) -> None:  # fmt: skip
         super().__init__(headers=HEADERS)
         del self.headers["content-length"]
         self._state, self._plan, self._entry, self._queued = state, plan, entry, queued
         self._streams = [state.decoder.chunks(request) for request in requests]
-        self._writer = ChunkWriter(heading, plan, prompts_of(state.decoder.decoder, plan, requests), state.piece)
+        self._writer = writer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._queued:

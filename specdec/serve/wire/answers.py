@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from specdec.chat.reply import Reply, ReplyReader, read_reply
 from specdec.generation import Chunk, FinishReason, Generation
 from specdec.serve.wire.errors import ApiError, json_bytes
 from specdec.serve.wire.logprobs import Piece, chat_logprobs, completion_logprobs
+from specdec.serve.wire.parts import message_of
 from specdec.serve.wire.prompts_said import ChoicePrompt, said_of_prompt
 from specdec.serve.wire.requests import RequestPlan
 from specdec.trace.trace import round_as_json
@@ -32,14 +34,19 @@ class AnswerHeading:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
 
+def reason_of(reason: FinishReason, calls: bool) -> str:
+    """Why an answer ended.  calls: whether it calls tools."""
+    return "tool_calls" if calls and reason != "length" else FINISH_REASONS[reason]
+
+
 def whole_answer(
-    heading: AnswerHeading,
-    plan: RequestPlan,
-    generations: Sequence[Generation],
-    prompts: Sequence[ChoicePrompt],
-    piece: Piece,
-) -> dict[str, Any]:
-    """The answer that is not streamed; generations and prompts are in the order of the choices.  piece: the text of a token."""
+    heading: AnswerHeading, plan: RequestPlan, generations: Sequence[Generation], prompts: Sequence[ChoicePrompt], piece: Piece,
+    reader: Callable[[], ReplyReader] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """The answer that is not streamed; generations and prompts are in the order of the choices.  piece: the text of a token.
+
+    reader: makes what reads a chat's answer; None: its text is its content.
+    """
     choices: list[dict[str, Any]] = []
     of_answer: dict[str, Any] = {}
     generations = [shown(generation, plan) for generation in generations]
@@ -50,7 +57,8 @@ def whole_answer(
         of_answer = of_prompt.answer
         reason = {**said, "finish_reason": FINISH_REASONS[generation.finish_reason]}
         if plan.is_chat:
-            message = {"role": "assistant", "content": generation.text, "refusal": None}
+            reply = Reply(generation.text, None, ()) if reader is None else read_reply(reader(), generation.text)
+            message, reason["finish_reason"] = message_of(reply), reason_of(generation.finish_reason, bool(reply.calls))
             choices.append({"index": index, "message": message, **reason})
         else:
             choices.append({"index": index, "text": of_prompt.text + generation.text, **reason})
@@ -125,9 +133,7 @@ class ChunkWriter:
         return self._event(index, self._content(said.text), None, own, said.answer)
 
     def _chunk(self, index: int, chunk: Chunk) -> bytes:
-        if chunk.logprobs or (self._says_tokens and chunk.token_ids):
-            said = _said_of(chunk, self._plan, self._piece, self._offsets[index])
-            self._offsets[index] += sum(len(self._piece(each.token)) for each in chunk.logprobs or ())
+        if (said := self._said(index, chunk)) is not None:
             if not self._has_begun[index]:
                 return self._begin(index, chunk.text, said)
             return self._event(index, self._content(chunk.text), None, said)
@@ -137,6 +143,14 @@ class ChunkWriter:
             return self._begin(index, chunk.text)
         before, after = self._around[index]
         return f"{before}{json.dumps(chunk.text)}{after}".encode()
+
+    def _said(self, index: int, chunk: Chunk) -> dict[str, Any] | None:
+        """What a chunk says of its tokens; None: nothing."""
+        if not (chunk.logprobs or (self._says_tokens and chunk.token_ids)):
+            return None
+        said = _said_of(chunk, self._plan, self._piece, self._offsets[index])
+        self._offsets[index] += sum(len(self._piece(each.token)) for each in chunk.logprobs or ())
+        return said
 
     def finish(self, index: int, reason: FinishReason) -> bytes:
         """The last chunk of a choice."""

@@ -22,10 +22,17 @@ SHARED_FIELDS = (
     "user", "response_format", "structured_outputs", "return_origins", "return_trees", "return_token_ids", "prediction",
     "cache_salt", *SAMPLING_FIELDS,
 )  # fmt: skip
-USED_FIELDS = {COMPLETIONS: ("prompt", "echo", *SHARED_FIELDS), CHAT: ("messages", "top_logprobs", *SHARED_FIELDS)}
+TOOL_FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
+TEMPLATE_FIELDS = ("chat_template_kwargs", "reasoning_effort", "add_generation_prompt", "continue_final_message")
+USED_FIELDS = {
+    COMPLETIONS: ("prompt", "echo", *SHARED_FIELDS),
+    CHAT: ("messages", "top_logprobs", *TOOL_FIELDS, *TEMPLATE_FIELDS, *SHARED_FIELDS),
+}
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")  # values of reasoning_effort
 OPENAI = ("temperature", "top_p", "seed", "stop", "presence_penalty", "frequency_penalty", "logit_bias")  # of SAMPLING_FIELDS
 EXTENSIONS = (  # of the fields above, those that OpenAI does not have
     "min_tokens", "structured_outputs", "return_origins", "return_trees", "return_token_ids", "cache_salt",
+    "chat_template_kwargs", "add_generation_prompt", "continue_final_message",
     *(name for name in SAMPLING_FIELDS if name not in OPENAI),
 )  # fmt: skip
 
@@ -33,9 +40,6 @@ EXTENSIONS = (  # of the fields above, those that OpenAI does not have
 NEUTRAL_VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
     COMPLETIONS: {"best_of": (1,), "suffix": ("",)},
     CHAT: {
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
-        "parallel_tool_calls": (True, False),
         "functions": ([],),
         "function_call": ("none", "auto"),
         "modalities": (["text"],),
@@ -43,7 +47,6 @@ NEUTRAL_VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
         "metadata": ({},),
         "store": (False,),
         "service_tier": ("auto", "default"),
-        "reasoning_effort": ("none",),
         "verbosity": ("medium",),
         "web_search_options": (),
         "moderation": (),
@@ -63,10 +66,12 @@ ELSEWHERE = {
     "structured_outputs.json_object": 'response_format {"type": "json_object"}', "max_new_tokens": "max_tokens",
     "max_output_tokens": "max_tokens", "n_predict": "max_tokens", "min_new_tokens": "min_tokens", "stop_sequences": "stop",
     "repeat_penalty": "repetition_penalty", "num_return_sequences": "n", "do_sample": "temperature",
+    "enable_thinking": 'chat_template_kwargs {"enable_thinking": false}', "thinking": "chat_template_kwargs",
+    "chat_template": "the server's flag --chat-template",
 }  # fmt: skip
-MESSAGE_FIELDS = ("role", "content")
+MESSAGE_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
 NEUTRAL_MESSAGE_VALUES: dict[str, tuple[Any, ...]] = {  # what an answer of this server holds too, sent back as history
-    "name": (), "refusal": (), "audio": (), "annotations": ([],), "function_call": (), "tool_calls": ([],), "tool_call_id": (),
+    "refusal": (), "audio": (), "annotations": ([],), "function_call": (),
 }  # fmt: skip
 STREAM_OPTIONS = ("include_usage",)
 UNKNOWN_FIELD, UNSUPPORTED = "unknown_parameter", "unsupported_parameter"  # codes of errors

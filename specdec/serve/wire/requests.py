@@ -7,13 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from specdec.chat.tools import ToolRules, read_rules
 from specdec.checks import field_of, require_bool, require_int, require_text, shown
 from specdec.config import MAX_SEED, SamplingParams
 from specdec.limits import MAX_LOGPROBS
-from specdec.prompts.encode import chat_fault
+from specdec.prompts.chat import ChatPrompt
 from specdec.serve.wire import fields
 from specdec.serve.wire.errors import ApiError, wrong
 from specdec.serve.wire.grammar import GRAMMAR_FIELDS, grammar_of
+from specdec.serve.wire.messages import effort_of, read_chat, text_part
 
 DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI's; a chat answer may be as long as the context allows
 DEFAULT_TEMPERATURE = 1.0  # OpenAI's
@@ -27,7 +29,7 @@ class RequestPlan:
     """What a request asks for."""
 
     path: str  # the endpoint
-    prompts: Sequence[Any]  # texts, lists of ids, or one chat
+    prompts: Sequence[Any]  # texts, lists of ids, or one ChatPrompt
     prompt_field: str  # what errors call them
     sampling: SamplingParams  # of choice 0 of each prompt, but for the next two
     max_tokens: int | None  # None: as many as fit
@@ -44,6 +46,8 @@ class RequestPlan:
     return_token_ids: bool = False  # of the prompt and of each choice
     prompt_logprobs: int | None = None  # how many likeliest tokens are given of each of the prompt's
     drops_output: bool = False  # the prompt alone was asked for: the one token that runs is not given
+    tools: ToolRules = ToolRules()
+    effort: str | None = None  # how much the model is to think, for templates that read it
 
     @property
     def choices(self) -> int:
@@ -57,6 +61,16 @@ class RequestPlan:
     def says_prompt(self) -> bool:
         """Whether the answer says anything of its prompts."""
         return self.echo or self.return_token_ids or self.prompt_logprobs is not None
+
+    def prompt(self, index: int, variables: frozenset[str]) -> Any:
+        """A prompt as the decoder takes it.  variables: those that the chat template reads."""
+        prompt = self.prompts[index]
+        if self.effort is None or not isinstance(prompt, ChatPrompt):
+            return prompt
+        more: dict[str, Any] = {"reasoning_effort": self.effort} if "reasoning_effort" in variables else {}
+        if self.effort == "none" and "enable_thinking" in variables:
+            more["enable_thinking"] = False
+        return replace(prompt, kwargs={**more, **prompt.kwargs})
 
     def name_of(self, index: int) -> str:
         """What errors call a prompt."""
@@ -82,7 +96,8 @@ def read_plan(
     _check_model(values.get("model"), model_name)
     n = _checked("n", require_int, values.get("n", 1), 1, MAX_N)
     stream, include_usage = _streaming(values)
-    prompts, is_list = _messages(values) if path == fields.CHAT else _prompts(values)
+    rules = _rules(values)
+    prompts, is_list = ([read_chat(values, rules)], False) if path == fields.CHAT else _prompts(values)
     _checked("user", _require_text, values.get("user", ""))
     sampling, echo = _sampling(values, n, path, max_logprobs), _flag(values, "echo")
     of_prompt = sampling.prompt_logprobs
@@ -108,11 +123,20 @@ def read_plan(
         return_token_ids=_flag(values, "return_token_ids"),
         prompt_logprobs=of_prompt,
         drops_output=max_tokens == 0,
+        tools=rules,
+        effort=effort_of(values),
     )
 
 
 def _flag(values: dict[str, Any], name: str) -> bool:
     return _checked(name, require_bool, values.get(name, False), False)
+
+
+def _rules(values: dict[str, Any]) -> ToolRules:
+    try:
+        return read_rules(*map(values.get, fields.TOOL_FIELDS))
+    except (TypeError, ValueError) as error:
+        raise wrong(field_of(error), str(error)) from None
 
 
 def _check_model(model: Any, served: str) -> None:
@@ -175,7 +199,7 @@ def _prediction(value: Any) -> str:
         raise wrong("prediction", f"{expected}, got {shown(value)}")
     content = value["content"]
     if isinstance(content, list):
-        return "".join(_text_part(part, f"prediction.content[{i}]") for i, part in enumerate(content))
+        return "".join(text_part(part, f"prediction.content[{i}]") for i, part in enumerate(content))
     return _checked("prediction", _require_text, content)
 
 
@@ -239,40 +263,6 @@ def _prompts(values: dict[str, Any]) -> tuple[list[Any], bool]:
     if kinds == {str} or (kinds == {list} and all({type(token) for token in item} == {int} for item in prompt)):
         return prompt, True
     raise wrong("prompt", f"prompt must hold texts alone, token ids alone, or lists of token ids alone, got {shown(prompt)}")
-
-
-def _messages(values: dict[str, Any]) -> tuple[list[Any], bool]:
-    """The one chat, its messages reduced to role and text."""
-    messages = values.get("messages")
-    if messages is None:
-        raise wrong("messages", "messages is missing: expected a list of chat messages")
-    if isinstance(messages, list):
-        messages = [_message(item, f"messages[{index}]") for index, item in enumerate(messages)]
-    if fault := chat_fault(messages, "messages"):
-        raise wrong("messages", fault)
-    return [messages], False
-
-
-def _message(message: Any, name: str) -> Any:
-    if not isinstance(message, dict):
-        return message
-    kept = fields.only_used(message, fields.MESSAGE_FIELDS, fields.NEUTRAL_MESSAGE_VALUES, f"{name}.")
-    if isinstance(kept.get("content"), list):
-        kept["content"] = "".join(_text_part(part, f"{name}.content[{i}]") for i, part in enumerate(kept["content"]))
-    return kept
-
-
-def _text_part(part: Any, name: str) -> str:
-    """The text of a part of a message's content."""
-    if isinstance(part, dict) and part.keys() == {"type", "text"} and part["type"] == "text" and isinstance(part["text"], str):
-        return part["text"]
-    expected = f"{name} must be {{'type': 'text', 'text': ...}}, the only kind of content supported"
-    kind = part.get("type") if isinstance(part, dict) else None
-    if isinstance(kind, str) and any(word in kind for word in ("image", "audio", "video", "file")):
-        raise wrong(
-            name, f"{expected}, got one of type {kind[:40]!r}: of a model that reads images, only its text model runs here"
-        )
-    raise wrong(name, f"{expected}, got {shown(part)}")
 
 
 def _require_text(name: str, value: Any) -> str:
