@@ -16,7 +16,7 @@ from specdec.serve.state import ServerState
 from specdec.serve.wire.errors import ApiError, ClientGone, ErrorAnswer
 from specdec.serve.wire.fields import CHAT, COMPLETIONS, CORPUS
 
-PATHS = ("/v1/models", COMPLETIONS, CHAT, CORPUS, *OPEN_PATHS)
+PATHS = ("/v1/models", COMPLETIONS, CHAT, CORPUS, "/tokenize", "/detokenize", "/version", *OPEN_PATHS)
 
 
 def app_of(state: ServerState, read_metrics: ReadMetrics | None = None) -> FastAPI:
@@ -30,6 +30,9 @@ def app_of(state: ServerState, read_metrics: ReadMetrics | None = None) -> FastA
         (COMPLETIONS, endpoints.completions, ["POST"]),
         (CHAT, endpoints.chat, ["POST"]),
         (CORPUS, endpoints.corpus, ["POST"]),
+        ("/tokenize", endpoints.tokenize, ["POST"]),
+        ("/detokenize", endpoints.detokenize, ["POST"]),
+        ("/version", endpoints.version, ["GET"]),
         ("/v1/models", endpoints.models, ["GET"]),
         ("/v1/models/{name:path}", endpoints.model, ["GET"]),
         ("/health", endpoints.health, ["GET", "HEAD"]),

@@ -108,7 +108,8 @@ class ChunkWriter:
         self._plan, self._prompts, self._piece = plan, prompts, piece
         self._offsets = [0] * plan.choices
         self._heading = heading.as_json("chat.completion.chunk" if plan.is_chat else "text_completion")
-        self._usage = {"usage": None} if plan.include_usage else {}
+        self._tokens = 0  # of all choices, as far as they were written
+        self._usage = self._usage_so_far() if plan.continuous_usage else {"usage": None} if plan.include_usage else {}
         self._unsaid = _said_of(Chunk("", [], []), plan, piece, 0)  # by a chunk without tokens of its own
         self._around = [self._split(index) for index in range(plan.choices)]
         self._has_begun = [not plan.is_chat] * plan.choices
@@ -120,6 +121,9 @@ class ChunkWriter:
 
         What is said of the prompt comes first, in an event of its own.
         """
+        if self._plan.continuous_usage:
+            self._tokens += len(shown(chunk, self._plan).token_ids)
+            self._usage = self._usage_so_far()
         before = self._of_prompt(index, chunk) if self._says_prompt[index] else b""
         return before + self._chunk(index, shown(chunk, self._plan))
 
@@ -141,8 +145,15 @@ class ChunkWriter:
             return b""
         if not self._has_begun[index]:
             return self._begin(index, chunk.text)
+        if self._plan.continuous_usage:
+            return self._event(index, self._content(chunk.text), None)
         before, after = self._around[index]
         return f"{before}{json.dumps(chunk.text)}{after}".encode()
+
+    def _usage_so_far(self) -> dict[str, Any]:
+        prompts = sum(len(prompt.token_ids) for prompt in self._prompts[:: self._plan.n])
+        used = {"prompt_tokens": prompts, "completion_tokens": self._tokens, "total_tokens": prompts + self._tokens}
+        return {"usage": used}
 
     def _said(self, index: int, chunk: Chunk) -> dict[str, Any] | None:
         """What a chunk says of its tokens; None: nothing."""

@@ -37,6 +37,7 @@ class RequestPlan:
     n: int = 1  # choices of each prompt
     stream: bool = False
     include_usage: bool = False
+    continuous_usage: bool = False  # say in each event what has been used so far
     is_list: bool = False  # whether the prompts came as a list of prompts
     grammar_field: str = ""  # the field that says what the text must be
     return_origins: bool = False  # say of each token where it came from
@@ -86,19 +87,20 @@ class RequestPlan:
 
 
 def read_plan(
-    body: dict[str, Any], path: str, model_name: str, max_tokens_cap: int | None, max_logprobs: int = MAX_LOGPROBS
-) -> RequestPlan:
+    body: dict[str, Any], path: str, model_name: str, max_tokens_cap: int | None, max_logprobs: int = MAX_LOGPROBS,
+    lenient: bool = False,
+) -> RequestPlan:  # fmt: skip
     """The plan of a body.  ApiError 400 or 404 with the name of the field that is wrong.
 
-    max_logprobs: the most likeliest tokens whose log-probabilities may be asked for.
+    max_logprobs: the most likeliest tokens whose log-probabilities may be asked for.  lenient: leave out fields that the server
+    does not know.
     """
-    values = fields.used_fields(body, path)
+    values = fields.used_fields(fields.known_only(body, path) if lenient else body, path)
     _check_model(values.get("model"), model_name)
     n = _checked("n", require_int, values.get("n", 1), 1, MAX_N)
-    stream, include_usage = _streaming(values)
+    stream, include_usage, continuous = _streaming(values)
     rules = _rules(values)
     prompts, is_list = ([read_chat(values, rules)], False) if path == fields.CHAT else _prompts(values)
-    _checked("user", _require_text, values.get("user", ""))
     sampling, echo = _sampling(values, n, path, max_logprobs), _flag(values, "echo")
     of_prompt = sampling.prompt_logprobs
     if echo and sampling.logprobs is not None:
@@ -114,6 +116,7 @@ def read_plan(
         n=n,
         stream=stream,
         include_usage=include_usage,
+        continuous_usage=continuous,
         is_list=is_list,
         grammar_field=next((name for name in GRAMMAR_FIELDS if name in values), ""),
         return_origins=_flag(values, "return_origins"),
@@ -140,8 +143,9 @@ def _rules(values: dict[str, Any]) -> ToolRules:
 
 
 def _check_model(model: Any, served: str) -> None:
+    """One that is left out is the one that is served."""
     if model is None:
-        raise wrong("model", f"model is missing; nearest setting that works: model={served!r}")
+        return
     if not isinstance(model, str):
         raise wrong("model", f"model must be a string, got {shown(model)}; nearest setting that works: model={served!r}")
     if model != served:
@@ -153,19 +157,21 @@ def unknown_model(model: str, served: str) -> ApiError:
     return ApiError(404, message, param="model", code="model_not_found")
 
 
-def _streaming(values: dict[str, Any]) -> tuple[bool, bool]:
-    """Whether the answer is streamed, and whether its usage is."""
+def _streaming(values: dict[str, Any]) -> tuple[bool, bool, bool]:
+    """Whether the answer is streamed, whether its usage is, and whether each event has what was used so far."""
     stream = _checked("stream", require_bool, values.get("stream", False), False)
     options = values.get("stream_options")
     if options is None:
-        return stream, False
+        return stream, False, False
     if not isinstance(options, dict):
         raise wrong("stream_options", f"stream_options must be an object, got {shown(options)}")
     used = fields.only_used(options, fields.STREAM_OPTIONS, fields.NEUTRAL_STREAM_VALUES, "stream_options.")
     if not stream:
         raise wrong("stream_options", "stream_options says how to stream, but stream is not true; leave one or the other out")
-    name = "stream_options.include_usage"
-    return stream, _checked(name, require_bool, used.get("include_usage", False), False)
+    usage, always = (
+        bool(_checked(f"stream_options.{name}", require_bool, used.get(name, False), False)) for name in fields.STREAM_OPTIONS
+    )
+    return stream, usage, usage and always
 
 
 def _sampling(values: dict[str, Any], n: int, path: str, max_logprobs: int) -> SamplingParams:
@@ -173,6 +179,8 @@ def _sampling(values: dict[str, Any], n: int, path: str, max_logprobs: int) -> S
     if "prompt_logprobs" in values:
         _checked("prompt_logprobs", require_int, values["prompt_logprobs"], 0, max_logprobs)
     given = {name: values[name] for name in fields.SAMPLING_FIELDS if name in values}
+    if _is_integer(given.get("top_k")) and given["top_k"] == -1:  # vLLM's way to keep all tokens
+        given["top_k"] = 0
     if isinstance(given.get("logit_bias"), dict):
         given["logit_bias"] = _logit_bias(given["logit_bias"])
     if "prediction" in values:
@@ -201,6 +209,10 @@ def _prediction(value: Any) -> str:
     if isinstance(content, list):
         return "".join(text_part(part, f"prediction.content[{i}]") for i, part in enumerate(content))
     return _checked("prediction", _require_text, content)
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _logit_bias(value: dict[str, Any]) -> dict[int, Any]:
@@ -237,7 +249,10 @@ def _max_tokens(values: dict[str, Any], path: str, cap: int | None, low: int) ->
     if len(given) > 1:
         raise wrong("max_tokens", "max_tokens and max_completion_tokens mean the same; leave one or the other out")
     for name in given:
-        tokens: int = _checked(name, require_int, values[name], low)
+        value = values[name]
+        if isinstance(value, float) and value.is_integer():  # JSON has one kind of number, and some clients write 3.0
+            value = int(value)
+        tokens: int = _checked(name, require_int, value, low)
         if cap is not None and tokens > cap:
             limit = f"{name} must be at most {cap}, the server's --max-tokens-cap, got {tokens}"
             raise wrong(name, f"{limit}; nearest setting that works: {name}={cap}")
