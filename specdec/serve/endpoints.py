@@ -16,6 +16,7 @@ from specdec.decoder import SpecDecoder
 from specdec.serve.generate import make_requests, prompts_of, run_all
 from specdec.serve.metrics import registry_of
 from specdec.serve.middleware import ENTRY
+from specdec.serve.responses.endpoint import answer_response
 from specdec.serve.state import ServerState
 from specdec.serve.stream import EventStream
 from specdec.serve.wire.answers import AnswerHeading, model_card, whole_answer
@@ -43,6 +44,9 @@ class Endpoints:
 
     async def chat(self, request: Request) -> Response:
         return await self._generate(request, CHAT)
+
+    async def responses(self, request: Request) -> Response:
+        return await answer_response(self._state, request, await self._body(request))
 
     async def corpus(self, request: Request) -> Response:
         """Adds or replaces texts of which drafts are made.  They are encoded on another thread than the event loop's."""

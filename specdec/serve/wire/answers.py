@@ -174,6 +174,10 @@ class ChunkWriter:
             return DONE
         return _event({**self._heading, "choices": [], "usage": usage(self._plan, generations)}) + DONE
 
+    def failed(self, error: ApiError) -> bytes:
+        """The last event of a stream that fails."""
+        return _event(error.as_json())
+
     def _begin(
         self, index: int, text: str, said: dict[str, Any] | None = None, of_answer: dict[str, Any] | None = None
     ) -> bytes:
@@ -234,11 +238,6 @@ def speculation_of(tokens: Generation | Chunk, piece: Piece) -> dict[str, Any]:
         "rounds": [round_as_json(each) for each in rounds],
         "texts": {str(token): piece(token) for token in sorted(ids)},
     }
-
-
-def error_event(error: ApiError) -> bytes:
-    """The last event of a stream that fails."""
-    return _event(error.as_json())
 
 
 def _event(content: dict[str, Any]) -> bytes:
