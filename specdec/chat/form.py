@@ -5,11 +5,12 @@ docs/SERVING.md says which formats there are.  This module knows no model; a dec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from specdec.chat.formats import harmony
 from specdec.chat.formats.table import FORMATS, THOUGHTS, format_of, thoughts_of
 from specdec.chat.lark import LarkWriter, joined
+from specdec.chat.plan import ReplyPlan, SpecialTokens, answer_expression, held_to
 from specdec.chat.reply import MarkedReader, ReplyReader
 from specdec.chat.said import ToolFormat
 from specdec.chat.tools import ToolRules
@@ -19,40 +20,22 @@ from specdec.grammar.wait import Thought, Wait
 
 BLANKS = " \t\r\n"
 AUTO, NONE = "auto", "none"
-TOOL_PARSERS, REASONING_PARSERS = (AUTO, NONE, *FORMATS), (AUTO, NONE, *THOUGHTS)
-
-
-@dataclass(frozen=True)
-class SpecialTokens:
-    """What a tokenizer says of special tokens.  named: those that grammars name by ids.  hidden: names that are no content."""
-
-    named: Callable[[], Mapping[str, int]]
-    hidden: Sequence[str] = ()
-
-
-@dataclass(frozen=True)
-class ReplyPlan:
-    """How one request's answer is chosen and read.
-
-    sampling: the request's, with the grammar of its calls.  wait: from where on the grammar holds.
-    reader: makes a reader of an answer; None: the answer's text is its content.
-    """
-
-    sampling: SamplingParams
-    wait: Wait | None = None
-    reader: Callable[[], ReplyReader] | None = None
+TOOL_PARSERS = (AUTO, NONE, *FORMATS, harmony.NAME)
+REASONING_PARSERS = (AUTO, NONE, *THOUGHTS, harmony.NAME)
 
 
 @dataclass(frozen=True)
 class ReplyForm:
     """How a model writes calls and thoughts.  None: in no way that is known.
 
-    takes_tools: whether its chat template tells the model of tools.
+    takes_tools: whether its chat template tells the model of tools.  has_channels: whether answers are messages on channels,
+    which say what is a call and what is a thought.
     """
 
     tools: ToolFormat | None = None
     thought: Thought | None = None
     takes_tools: bool = False
+    has_channels: bool = False
 
     @classmethod
     def of(cls, template: str | None, tool_parser: str = AUTO, reasoning_parser: str = AUTO) -> ReplyForm:
@@ -60,13 +43,16 @@ class ReplyForm:
         text = template or ""
         tools = format_of(text) if tool_parser == AUTO else tool_parser
         thoughts = thoughts_of(text) if reasoning_parser == AUTO else reasoning_parser
-        return cls(FORMATS.get(tools or ""), THOUGHTS.get(thoughts or ""), "tools" in text)
+        has_channels = harmony.NAME in (tools, thoughts)
+        return cls(FORMATS.get(tools or ""), THOUGHTS.get(thoughts or ""), "tools" in text, has_channels)
 
     def plan(self, sampling: SamplingParams, rules: ToolRules, before: str, special: SpecialTokens) -> ReplyPlan:
         """The plan of a request.  before: the end of its prompt's text.  ValueError, marked with `tools`, if there is none."""
         tools = rules.callable_tools
         if tools:
-            self._check(rules)
+            self._check()
+        if self.has_channels:
+            return harmony.plan_channels(sampling, rules, special)
         thought = self._thought(before)
         if not tools and thought is None:
             return ReplyPlan(sampling)
@@ -81,19 +67,20 @@ class ReplyForm:
         with about("tools"):
             lark = LarkWriter(special.named())
             calls = form.after(tools, rules.several, lark)
-            opening = form.markers(tools)
+            markers = form.markers(tools)
+            whole = calls if form.keeps_marker else joined(lark.text(markers[0]), calls)
             if rules.choice == "required":
-                grammar = lark.written(joined(lark.text(opening[0]), calls))
+                grammar = lark.written(whole)
             elif sampling.grammar_rule is not None:
-                grammar = lark.written(f"{joined(lark.text(opening[0]), calls)} | {_answer(sampling, lark)}")
+                grammar = lark.written(f"{whole} | {answer_expression(sampling, lark, 'tools with tool_choice auto')}")
             else:
-                grammar, wait = lark.written(calls), Wait(thought, opening, form.at_start)
-        free = replace(sampling, json_schema=None, regex=None, grammar=grammar)
-        return ReplyPlan(free, wait, reader)
+                grammar, wait = lark.written(calls), Wait(thought, markers, form.at_start, form.keeps_marker)
+        return ReplyPlan(held_to(sampling, grammar), wait, reader)
 
-    def _check(self, rules: ToolRules) -> None:
+    def _check(self) -> None:
+        """ValueError if no tool can be called."""
         with about("tools"):
-            if self.tools is None:
+            if self.tools is None and not self.has_channels:
                 known = ", ".join(FORMATS)
                 raise ValueError(
                     f"tools can't be called: the model's chat template tells of no known format of calls; nearest thing that "
@@ -109,19 +96,7 @@ class ReplyForm:
         """The marks of a thought that the answer may begin with, or in which it begins; None: the model writes none."""
         if self.thought is None:
             return None
-        return self.thought._replace(is_open=before.rstrip(BLANKS).endswith(self.thought.open))
-
-
-def _answer(sampling: SamplingParams, lark: LarkWriter) -> str:
-    """The expression of what `response_format` says, for an answer that may be calls instead."""
-    import json
-
-    if sampling.json_schema is not None:
-        schema = sampling.json_schema
-        return lark.json(json.loads(schema) if isinstance(schema, str) else schema)
-    if sampling.regex is not None:
-        return lark.named("/" + sampling.regex.replace("/", "\\/") + "/", "ANSWER")
-    raise ValueError(
-        "tools with tool_choice 'auto' and a grammar for the text can't be held together; nearest setting that works: a JSON "
-        "schema or a regular expression, or tool_choice 'required'"
-    )
+        end = before.rstrip(BLANKS)
+        if end.endswith(self.thought.close):  # the template has closed one, so that there is none
+            return None
+        return self.thought._replace(is_open=end.endswith(self.thought.open))

@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-BLANK = r"( |\r?\n[ \t]{0,32})?"  # between two tokens of JSON, and around it
+BLANK = " ?"  # between two tokens of a call's JSON, which models write on one line
+LINES = r"( |\r?\n[ \t]{0,32})?"  # the same in an answer
 ANY_TEXT = r"(.|\n)*"
 
 
@@ -29,9 +30,9 @@ class LarkWriter:
         pieces = [literal] if self._split is None else self._split.split(literal)
         return " ".join(f"<[{self._special[each]}]>" if each in self._special else quoted(each) for each in pieces if each)
 
-    def json(self, schema: Mapping[str, Any]) -> str:
-        """What matches JSON that a schema allows."""
-        options = {"whitespace_pattern": BLANK}
+    def json(self, schema: Mapping[str, Any], blank: str = BLANK) -> str:
+        """What matches JSON that a schema allows.  blank: a regular expression of what may stand between its tokens."""
+        options = {"whitespace_pattern": blank}
         said = schema.get("x-guidance")
         if isinstance(said, Mapping):
             options = {**({} if any(key.startswith("whitespace") for key in said) else options), **said}

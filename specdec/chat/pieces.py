@@ -20,9 +20,10 @@ BLANKS = " \t\r\n"
 class Slot(Enum):
     """What stands between fixed texts."""
 
-    BLANK = auto()  # nothing, as a grammar has it; a reader takes any blanks, here and in the next two
+    BLANK = auto()  # nothing, as a grammar has it; a reader takes any blanks, here and in the next three
     SPACE = auto()  # one blank
     LINE = auto()  # one line break
+    MAYBE = auto()  # one blank or nothing
     NAME = auto()  # the function's
     NUMBER = auto()  # of the call
     ARGUMENTS = auto()  # JSON of an object
@@ -32,7 +33,8 @@ Pieces = tuple[str | Slot, ...]
 BLANK: Final = Slot.BLANK
 SPACE: Final = Slot.SPACE
 LINE: Final = Slot.LINE
-BLANK_TEXTS = {BLANK: "", SPACE: " ", LINE: "\n"}
+MAYBE: Final = Slot.MAYBE
+BLANKS_IN_LARK = {BLANK: "", SPACE: '" "', LINE: '"\\n"', MAYBE: '" "?'}
 NAME: Final = Slot.NAME
 NUMBER: Final = Slot.NUMBER
 ARGUMENTS: Final = Slot.ARGUMENTS
@@ -60,6 +62,7 @@ class PieceFormat:
     at_start: bool = False
     first: Pieces | None = None
     new_id: NewId = new_id
+    keeps_marker: bool = False
 
     def markers(self, tools: Sequence[Tool]) -> tuple[str, ...]:
         return self.opening
@@ -88,8 +91,8 @@ class PieceFormat:
         for piece in pieces:
             if isinstance(piece, str):
                 written.append(lark.text(piece))
-            elif piece in BLANK_TEXTS:
-                written.append(lark.text(BLANK_TEXTS[piece]))
+            elif piece in BLANKS_IN_LARK:
+                written.append(BLANKS_IN_LARK[piece])
             elif piece is NUMBER:
                 written.append(lark.named("/[0-9]{1,3}/", "NUMBER"))
             else:
@@ -160,7 +163,7 @@ class PieceReader:
         if self._place == len(self._pieces):
             return self._go_on()
         piece, buffer = self._pieces[self._place], self._buffer
-        if piece in BLANK_TEXTS:
+        if piece in BLANKS_IN_LARK:
             self._take(len(buffer) - len(buffer.lstrip(BLANKS)))
             if not self._buffer:
                 return False
@@ -246,7 +249,7 @@ def _begins(pieces: Pieces, text: str) -> int | None:
     """
     left = text
     for piece in pieces:
-        if piece in BLANK_TEXTS:
+        if piece in BLANKS_IN_LARK:
             left = left.lstrip(BLANKS)
             continue
         assert isinstance(piece, str)

@@ -53,6 +53,7 @@ class ToolFormat(Protocol):
     """How a family of models writes calls.
 
     at_start: whether a marker counts at the beginning of an answer alone.
+    keeps_marker: whether `after` begins with the marker.
     """
 
     @property
@@ -60,6 +61,9 @@ class ToolFormat(Protocol):
 
     @property
     def at_start(self) -> bool: ...
+
+    @property
+    def keeps_marker(self) -> bool: ...
 
     def markers(self, tools: Sequence[Tool]) -> tuple[str, ...]:
         """Texts after which calls begin; the first is the usual one."""

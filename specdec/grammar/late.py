@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from specdec.grammar.matcher import ALL, Matcher
-from specdec.grammar.wait import ARMED, THOUGHT_MAY_OPEN, WaitPlan, WaitState
+from specdec.grammar.wait import ARMED, THOUGHT, THOUGHT_MAY_OPEN, WaitPlan, WaitState
 
 
 class LateMatcher:
@@ -25,7 +25,7 @@ class LateMatcher:
 
     def __init__(self, make: Callable[[], Matcher], plan: WaitPlan, ends: Sequence[int]) -> None:
         self._make, self._plan, self._ends = make, plan, frozenset(ends)
-        self._held: Matcher | None = None
+        self._held = dict[bytes, Matcher]()  # by the marker with which their texts begin
         self._state, self._has_ended = plan.first, False
 
     @property
@@ -36,36 +36,39 @@ class LateMatcher:
     @property
     def judge(self) -> Matcher | None:
         """What drafts are judged by now; None: nothing."""
-        return self._matcher.judge if self.is_armed else None
+        return self._matcher(self._state).judge if self.is_armed else None
 
     @property
     def is_over(self) -> bool:
-        return self._has_ended or (self.is_armed and self._matcher.is_over)
+        return self._has_ended or (self.is_armed and self._matcher(self._state).is_over)
 
     @property
     def is_stuck(self) -> bool:
-        return self.is_armed and self._matcher.is_stuck
+        return self.is_armed and self._matcher(self._state).is_stuck
 
     @property
     def is_alone(self) -> bool:
-        return self._held is not None and self._held.is_alone
+        return any(matcher.is_alone for matcher in self._held.values())
 
     @property
     def reason(self) -> str:
-        return "" if self._held is None else self._held.reason
+        return next((matcher.reason for matcher in self._held.values() if matcher.reason), "")
 
-    @property
-    def _matcher(self) -> Matcher:
-        if self._held is None:
-            self._held = self._make()
-        return self._held
+    def _matcher(self, state: WaitState) -> Matcher:
+        """What holds from a state on."""
+        marker = state.tail if state.phase == ARMED else b""
+        if marker not in self._held:
+            self._held[marker] = self._make()
+            self._held[marker].take(self._plan.spelled(marker))
+        return self._held[marker]
 
     def take(self, tokens: Sequence[int]) -> None:
         """Goes on along tokens that the text has got."""
         for number, token in enumerate(tokens):
-            if self.is_armed or self._is_first_of_answer(self._state, token):
+            if self._is_first_of_answer(self._state, token):
                 self._state = WaitState(ARMED)
-                self._matcher.take(tokens[number:])
+            if self.is_armed:
+                self._matcher(self._state).take(tokens[number:])
                 return
             self._has_ended = self._has_ended or token in self._ends
             self._state = self._plan.step(self._state, token)
@@ -75,7 +78,7 @@ class LateMatcher:
         if self._has_ended:
             masks_NX[:] = ALL
         elif self.is_armed:
-            self._matcher.fill(masks_NX, tokens_N, parents_N)
+            self._matcher(self._state).fill(masks_NX, tokens_N, parents_N)
         else:
             self._fill_tree(masks_NX, tokens_N, parents_N)
 
@@ -106,8 +109,12 @@ class LateMatcher:
         for node, state in enumerate(states):
             if state is not None and (crossing_X := self._plan.crossing(state)) is not None:
                 masks_NX[node, : len(crossing_X)] &= ~crossing_X
+            if state is not None and state.phase == THOUGHT and not self._plan.waits:  # what must come has not begun
+                for end in self._ends:
+                    masks_NX[node, end >> 5] &= ~np.array(1 << (end & 31), np.uint32).view(np.int32)
         for begin in sorted({each for each in begins if each is not None}):
-            self._fill_held(masks_NX, begin, [n for n in range(nodes) if begins[n] == begin], tokens_N, parents_N)
+            held = [node for node in range(nodes) if begins[node] == begin]
+            self._fill_held(self._matcher(states[begin] or self._state), masks_NX, held, tokens_N, parents_N)
             state, opening = states[begin], self._plan.opening
             if state is not None and state.phase == THOUGHT_MAY_OPEN and opening is not None:
                 masks_NX[begin, opening >> 5] |= np.array(1 << (opening & 31), np.uint32).view(np.int32)
@@ -117,12 +124,12 @@ class LateMatcher:
         return state.phase == ARMED or (state.phase == THOUGHT_MAY_OPEN and not self._plan.waits)
 
     def _fill_held(
-        self, masks_NX: np.ndarray, begin: int, held: Sequence[int], tokens_N: Sequence[int], parents_N: Sequence[int]
+        self, matcher: Matcher, masks_NX: np.ndarray, held: Sequence[int], tokens_N: Sequence[int], parents_N: Sequence[int]
     ) -> None:
-        """The masks of the nodes for which the grammar holds from one node on."""
+        """The masks of the nodes for which the grammar holds from one node on, the first of them."""
         places = {node: place for place, node in enumerate(held)}
         part_NX = np.empty((len(held), masks_NX.shape[1]), np.int32)
         tokens = [tokens_N[node] for node in held] if len(held) > 1 else ()
         parents = [places.get(parents_N[node], 0) for node in held] if len(held) > 1 else ()
-        self._matcher.fill(part_NX, tokens, parents)
+        matcher.fill(part_NX, tokens, parents)
         masks_NX[list(held)] = part_NX

@@ -31,15 +31,20 @@ class Wait(NamedTuple):
     thought: it holds after the thought, if there is one; None: this model writes none.
     markers: texts; it holds after the first of them.  None of them: from the answer's first token on.
     at_start: a marker counts at the beginning of the answer alone, blanks aside.
+    keeps_marker: the grammar's texts begin with the marker.
     """
 
     thought: Thought | None = None
     markers: tuple[str, ...] = ()
     at_start: bool = False
+    keeps_marker: bool = False
 
 
 class WaitState(NamedTuple):
-    """Where a text stands: one of the constants above, and its last bytes, as far as they may begin a mark."""
+    """Where a text stands: one of the constants above, and its last bytes, as far as they may begin a mark.
+
+    Where the grammar holds, the marker with which its own texts begin.
+    """
 
     phase: int
     tail: bytes = b""
@@ -62,6 +67,19 @@ class Vocabulary:
         """The tokens that hold a text and go on after it."""
         return [token for token, held in enumerate(self.tokens) if text in held[:-1]]
 
+    def spelled(self, text: bytes) -> list[int]:
+        """Tokens that together are a text, the longest first.  ValueError if there are none."""
+        found = list[int]()
+        while text:
+            sizes = (size for size in range(len(text), 0, -1) if self.id_of(text[:size]) is not None)
+            size = next(sizes, 0)
+            token = self.id_of(text[:size]) if size else None
+            if token is None:
+                raise ValueError(f"no tokens of the vocabulary write {text!r}")
+            found.append(token)
+            text = text[size:]
+        return found
+
     def id_of(self, text: bytes) -> int | None:
         """The token that is exactly a text; None: there is none."""
         place = bisect_left(self._keys, text)
@@ -73,7 +91,7 @@ class WaitPlan:
 
     def __init__(self, wait: Wait, vocabulary: Vocabulary) -> None:
         self._markers = tuple(marker.encode() for marker in wait.markers)
-        self._at_start, self._vocabulary = wait.at_start, vocabulary
+        self._at_start, self._keeps_marker, self._vocabulary = wait.at_start, wait.keeps_marker, vocabulary
         thought = wait.thought
         self._open, self._close = (thought.open.encode(), thought.close.encode()) if thought is not None else (b"", b"")
         self.opening = vocabulary.id_of(self._open) if thought is not None and not thought.is_open else None
@@ -85,6 +103,10 @@ class WaitPlan:
                 self.first = WaitState(ARMED)  # no token of its own opens a thought, and all others are the grammar's
         self._steps: dict[tuple[WaitState, int], WaitState] = {}
         self._crossing: dict[WaitState, np.ndarray | None] = {}
+
+    def spelled(self, text: bytes) -> list[int]:
+        """Tokens that together are a text."""
+        return self._vocabulary.spelled(text)
 
     def step(self, state: WaitState, token: int) -> WaitState:
         """The state after a token."""
@@ -144,7 +166,9 @@ class WaitPlan:
                 return WaitState(NEVER)
         else:
             tail = longest_beginning(state.tail + byte, self._markers)
-        return WaitState(ARMED) if tail in self._markers else WaitState(FREE, tail)
+        if tail in self._markers:
+            return WaitState(ARMED, tail if self._keeps_marker else b"")
+        return WaitState(FREE, tail)
 
     def _words(self, state: WaitState) -> np.ndarray | None:
         marks = self._markers

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from specdec.chat.form import AUTO, ReplyForm, ReplyPlan, SpecialTokens
+from specdec.chat.form import AUTO, ReplyForm
+from specdec.chat.plan import ReplyPlan, SpecialTokens
 from specdec.chat.tools import ToolRules
 from specdec.checks import mark
 from specdec.config import SamplingParams

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from specdec.checks import about
 from specdec.models.gguf.file import is_gguf
 from specdec.models.gguf.tokenizer import gguf_tokenizer
 from specdec.prompts.chat import ChatPrompt, check_kwargs, with_objects
@@ -93,7 +94,8 @@ class Tokenizer:
             )
         told = ChatPrompt(messages) if chat is None else chat
         if told.kwargs:
-            check_kwargs(told.kwargs, self.template_variables, "chat_template_kwargs")
+            with about("chat_template_kwargs"):
+                check_kwargs(told.kwargs, self.template_variables, "chat_template_kwargs")
         if self.takes_objects:
             messages = with_objects(messages)
         try:

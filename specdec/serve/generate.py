@@ -9,7 +9,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from specdec.async_decoder import AsyncSpecDecoder
-from specdec.chat.form import ReplyForm, ReplyPlan
+from specdec.chat.form import ReplyForm
+from specdec.chat.plan import ReplyPlan
 from specdec.chat.reply import ReplyReader
 from specdec.checks import NoTokenLeft, PromptTooLong, field_of
 from specdec.decoder import SpecDecoder

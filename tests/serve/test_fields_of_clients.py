@@ -17,6 +17,14 @@ HARMLESS: list[dict[str, Any]] = [
     {"verbosity": "low", "user": "me", "top_k": -1, "skip_special_tokens": True, "priority": 0, "max_tokens": 4.0},
 ]
 
+WRONG_TOKENS: list[tuple[str, dict[str, Any], str]] = [
+    ("/tokenize", {"prompt": 3}, "prompt"),
+    ("/tokenize", {"promt": "a"}, "promt"),
+    ("/tokenize", {"prompt": "a", "add_special_tokens": 1}, "add_special_tokens"),
+    ("/detokenize", {"tokens": [2048]}, "tokens"),
+    ("/detokenize", {"tokens": "a"}, "tokens"),
+]
+
 
 def post(served: Served, path: str, body: dict[str, Any]) -> httpx.Response:
     return httpx.post(served.url + path, json=body, timeout=60, verify=False)
@@ -72,12 +80,9 @@ def test_tokens_and_back(served: Served, chat_served: Served) -> None:
     assert post(served, "/detokenize", {"tokens": plain}).json() == {"prompt": text}
     messages = [{"role": "user", "content": "hi"}]
     assert post(chat_served, "/tokenize", {"messages": messages}).json()["tokens"] == chat_served.decoder.encode(messages)
-    for path, body, param in (
-        ("/tokenize", {"prompt": 3}, "prompt"), ("/tokenize", {"promt": "a"}, "promt"), ("/detokenize", {"tokens": [2048]}, "tokens"),
-        ("/detokenize", {"tokens": "a"}, "tokens"), ("/tokenize", {"prompt": "a", "add_special_tokens": 1}, "add_special_tokens"),
-    ):  # fmt: skip
-        answer = post(served, path, body)
-        assert answer.status_code == 400 and answer.json()["error"]["param"] == param, (path, body, answer.text)
+    for path, body, param in WRONG_TOKENS:
+        refused = post(served, path, body)
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == param, (path, body, refused.text)
     assert httpx.get(served.url + "/version", verify=False).json() == {"version": __version__}
 
 

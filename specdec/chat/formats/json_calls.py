@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specdec.chat.pieces import ARGUMENTS, BLANK, LINE, NAME, NUMBER, SPACE, PieceFormat, Pieces, Slot, json_call
+from specdec.chat.pieces import ARGUMENTS, BLANK, LINE, MAYBE, NAME, NUMBER, SPACE, PieceFormat, Pieces, Slot, json_call
 from specdec.chat.said import short_id
 
 # Hermes 2 Pro and 3, Qwen2.5, Qwen3, QwQ: each call stands between its own pair of tags.
@@ -18,8 +18,8 @@ _NAMED, _LLAMA = '{"name": "', json_call("parameters")
 LLAMA_JSON = PieceFormat(
     "llama3_json",
     (_NAMED, f"<|python_tag|>{_NAMED}", '{"type": "function", "name": "'),
-    _LLAMA,
-    between=(BLANK, ";", SPACE),
+    (SPACE, *_LLAMA),
+    between=(BLANK, ";"),
     at_start=True,
     first=_LLAMA[_LLAMA.index(NAME) :],
 )
@@ -28,10 +28,10 @@ LLAMA_JSON = PieceFormat(
 MISTRAL_LIST = PieceFormat(
     "mistral",
     ("[TOOL_CALLS]",),
-    json_call("arguments"),
-    between=(BLANK, ",", SPACE),
+    (SPACE, *json_call("arguments")),
+    between=(BLANK, ","),
     end=(BLANK, "]"),
-    first=(BLANK, "[", BLANK, *json_call("arguments")),
+    first=(MAYBE, "[", BLANK, *json_call("arguments")),
     new_id=short_id,
 )
 

@@ -26,25 +26,21 @@ from specdec.serve.wire.requests import read_plan
 
 async def answer_response(state: ServerState, request: Request, body: dict[str, Any]) -> Response:
     """The response to a body.  Errors name the fields of this endpoint."""
+    chat = chat_body(body, state.options.lenient)
     try:
-        return await _answer(state, request, body)
+        return await _answer(state, request, body, chat)
     except ApiError as error:
         raise renamed(error) from error.__cause__
 
 
-async def _answer(state: ServerState, request: Request, body: dict[str, Any]) -> Response:
+async def _answer(state: ServerState, request: Request, body: dict[str, Any], chat: dict[str, Any]) -> Response:
+    """chat: the body of the chat that the response is."""
     entry, options = request.scope[ENTRY], state.options
-    chat = chat_body(body, options.lenient)
     plan = read_plan(chat, CHAT, options.name, options.max_tokens_cap, options.max_logprobs)
     entry.plan(plan, options.log_prompts)
-    tokenizer = state.decoder.decoder.tokenizer
-    heading = ResponseHeading(
-        "resp_" + entry.id.removeprefix("req-"),
-        options.name,
-        int(time.time()),
-        body,
-        lambda text: len(tokenizer.encode_plain(text)),
-    )
+    count = state.decoder.decoder.tokenizer.encode_plain
+    name = "resp_" + entry.id.removeprefix("req-")
+    heading = ResponseHeading(name, options.name, int(time.time()), body, lambda text: len(count(text)))
     with ExitStack() as held:
         state.check_open()  # again: the body may have taken its time
         queued = held.enter_context(state.queue.enter(1, "input"))
