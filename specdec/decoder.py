@@ -13,7 +13,7 @@ from specdec.checks import require_bool
 from specdec.config import SamplingParams, SpecConfig
 from specdec.draft.kind import Draft
 from specdec.engine.request import Request
-from specdec.generation import Chunk, Generation
+from specdec.generation import Chunk, Generation, TokenLogprob
 from specdec.loaded import LoadedDecoder, per_prompt
 from specdec.loading.about.drafters import smoke_check
 from specdec.loading.pair import WantedPair
@@ -85,6 +85,17 @@ class SpecDecoder(LoadedDecoder):
             decoder = cls(model, head, resolved, tokenizer, ranks, owns_ranks=True)
             STARTUP.begin("waiting for the first token")
             return decoder
+
+    def score(self, prompts: Any, top: int = 0, *, progress: bool = False) -> list[list[TokenLogprob | None]]:
+        """How likely each token of the prompts is after those before it: for each prompt, one TokenLogprob for each of its ids,
+        of which the first has none: None.
+
+        prompts, progress: see `generate`; each needs room for one token more.  top: how many likeliest tokens are given too.
+
+        Errors are those of `generate` with SamplingParams(prompt_logprobs=top), which also generates.
+        """
+        outputs = self.generate(prompts, SamplingParams(1, prompt_logprobs=top), speculate=False, progress=progress)
+        return [output.prompt_logprobs or [] for output in outputs]
 
     def verify(
         self, prompts: Any, sampling: SamplingParams | Sequence[SamplingParams] | None = None, *, progress: bool = False

@@ -280,6 +280,10 @@ class LoadedDecoder:
             check_encoder_input(prompt_ids, name, self.settings.longest_encoder_input(config))
             prompt_ids, encoder_ids = list(config.encoder.start_ids), prompt_ids
         check_length(prompt_ids, sampling, name, self.settings.max_seq_len, config.max_position)
+        if sampling.prompt_logprobs is not None and encoder_ids is not None:
+            with about("prompt_logprobs"):
+                fault = "prompt_logprobs needs a target whose decoder reads the prompt, and of this one the encoder does"
+                raise ValueError(f"{fault}; nearest setting that works: prompt_logprobs=None")
         bad_words = check_tokens(sampling, self.tokenizer, config.vocab_size)
         if (rule := sampling.grammar_rule) is not None:
             self.grammars.check(*rule)

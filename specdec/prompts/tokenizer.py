@@ -55,6 +55,10 @@ class Tokenizer:
         """Token ids of a text.  ValueError without a tokenizer."""
         return list(self._need("a text prompt").encode(text))
 
+    def encode_plain(self, text: str) -> list[int]:
+        """Token ids of a text, without tokens that begin or end texts.  ValueError without a tokenizer."""
+        return list(self._need("a text").encode(text, add_special_tokens=False))
+
     def encode_pieces(self, pieces: list[str]) -> list[NDArray[np.int32]]:
         """Token ids of each piece of a longer text, without tokens that begin or end texts.  ValueError without a tokenizer."""
         inner = self._need("a corpus")

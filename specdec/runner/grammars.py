@@ -27,13 +27,14 @@ from specdec.batch.emitted import EmittedRows, FirstTokens
 from specdec.batch.masks import BitMasks
 from specdec.batch.transfer import host_memory, to_device
 from specdec.batch.tree import DraftTree
+from specdec.generation import Emitted
 from specdec.grammar.late import LateMatcher
 from specdec.grammar.library import Grammars
 from specdec.grammar.matcher import Matcher
 from specdec.grammar.tree_completion import TreeCompletion, look_ahead
 from specdec.parallel.group import ALONE, Group
 from specdec.runner.readback import HostCopy, Readback
-from specdec.steps import Emitted, Grammar, LeaveRows, PromptPart, RowEntry
+from specdec.steps import Grammar, LeaveRows, PromptPart, RowEntry
 
 HostTree: TypeAlias = tuple[Sequence[int], Sequence[int]]  # tokens and parents
 HostTrees: TypeAlias = dict[int, tuple[list[int], list[int]]]  # by row

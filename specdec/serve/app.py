@@ -12,11 +12,12 @@ from specdec.serve.endpoints import Endpoints, ReadMetrics
 from specdec.serve.log import CLIENT_GONE
 from specdec.serve.middleware import ENTRY, OPEN_PATHS, RequestMiddleware
 from specdec.serve.page.files import FOLDER, front_page, page_file
+from specdec.serve.responses.request import RESPONSES
 from specdec.serve.state import ServerState
 from specdec.serve.wire.errors import ApiError, ClientGone, ErrorAnswer
 from specdec.serve.wire.fields import CHAT, COMPLETIONS, CORPUS
 
-PATHS = ("/v1/models", COMPLETIONS, CHAT, CORPUS, *OPEN_PATHS)
+PATHS = ("/v1/models", COMPLETIONS, CHAT, RESPONSES, CORPUS, "/tokenize", "/detokenize", "/version", *OPEN_PATHS)
 
 
 def app_of(state: ServerState, read_metrics: ReadMetrics | None = None) -> FastAPI:
@@ -29,7 +30,11 @@ def app_of(state: ServerState, read_metrics: ReadMetrics | None = None) -> FastA
     for path, endpoint, methods in (
         (COMPLETIONS, endpoints.completions, ["POST"]),
         (CHAT, endpoints.chat, ["POST"]),
+        (RESPONSES, endpoints.responses, ["POST"]),
         (CORPUS, endpoints.corpus, ["POST"]),
+        ("/tokenize", endpoints.tokenize, ["POST"]),
+        ("/detokenize", endpoints.detokenize, ["POST"]),
+        ("/version", endpoints.version, ["GET"]),
         ("/v1/models", endpoints.models, ["GET"]),
         ("/v1/models/{name:path}", endpoints.model, ["GET"]),
         ("/health", endpoints.health, ["GET", "HEAD"]),

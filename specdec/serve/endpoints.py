@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from specdec.serve.generate import make_requests, run_all
+from specdec import __version__
+from specdec.decoder import SpecDecoder
+from specdec.serve.generate import make_requests, prompts_of, run_all
 from specdec.serve.metrics import registry_of
 from specdec.serve.middleware import ENTRY
+from specdec.serve.responses.endpoint import answer_response
 from specdec.serve.state import ServerState
 from specdec.serve.stream import EventStream
 from specdec.serve.wire.answers import AnswerHeading, model_card, whole_answer
@@ -22,6 +26,7 @@ from specdec.serve.wire.errors import wrong
 from specdec.serve.wire.fields import CHAT, COMPLETIONS
 from specdec.serve.wire.reply_stream import writer_of
 from specdec.serve.wire.requests import read_plan, unknown_model
+from specdec.serve.wire.tokens import read_detokenize, read_tokenize_plan, tokenized
 
 ReadMetrics = Callable[[], Awaitable[bytes]]  # gives the page of /metrics
 
@@ -40,18 +45,45 @@ class Endpoints:
     async def chat(self, request: Request) -> Response:
         return await self._generate(request, CHAT)
 
+    async def responses(self, request: Request) -> Response:
+        return await answer_response(self._state, request, await self._body(request))
+
     async def corpus(self, request: Request) -> Response:
         """Adds or replaces texts of which drafts are made.  They are encoded on another thread than the event loop's."""
         state = self._state
-        state.check_open()
-        body = await read_body(request.receive, request.headers, state.options.max_body_bytes, state.options.read_seconds)
-        name, texts = read_corpus_plan(parse_object(body))
+        name, texts = read_corpus_plan(await self._body(request))
         setting = state.decoder.prepared(lambda decoder: decoder.set_corpus(name, texts))
         try:
             tokens = await state.unless_gone(setting, request.receive)
         except (TypeError, ValueError) as error:
             raise wrong("text", str(error)) from None
         return JSONResponse(corpus_answer(name, len(texts), tokens))
+
+    async def tokenize(self, request: Request) -> Response:
+        """The ids of a text or a chat, as a request with it would have them."""
+        state, plan = self._state, read_tokenize_plan(await self._body(request))
+
+        def encoded(decoder: SpecDecoder) -> list[int]:
+            if plan.special or not isinstance(plan.prompt, str):
+                return decoder.encode(plan.prompt, "prompt" if isinstance(plan.prompt, str) else "messages")
+            return decoder.tokenizer.encode_plain(plan.prompt)
+
+        try:
+            ids = await state.unless_gone(state.decoder.prepared(encoded), request.receive)
+        except (TypeError, ValueError) as error:
+            raise wrong("prompt" if isinstance(plan.prompt, str) else "messages", str(error)) from None
+        strings = [state.piece(token) for token in ids] if plan.strings else None
+        return JSONResponse(tokenized(ids, state.max_seq_len, strings))
+
+    async def detokenize(self, request: Request) -> Response:
+        """The text of ids, without tokens that begin or end texts."""
+        ids, decoder = read_detokenize(await self._body(request)), self._state.decoder.decoder
+        if wrong_ids := [token for token in ids if token >= decoder.model.config.vocab_size]:
+            raise wrong("tokens", f"tokens holds {wrong_ids[0]}; expected ids in [0, {decoder.model.config.vocab_size - 1}]")
+        return JSONResponse({"prompt": decoder.tokenizer.decode(ids) if ids else ""})
+
+    async def version(self, request: Request) -> Response:
+        return JSONResponse({"version": __version__})
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._card()]})
@@ -84,13 +116,18 @@ class Endpoints:
         state = self._state
         return model_card(state.options.name, state.created, state.max_seq_len)
 
-    async def _generate(self, request: Request, path: str) -> Response:
-        """Everything is checked before the status is sent, so a stream never fails for what it was given."""
-        state, entry = self._state, request.scope[ENTRY]
+    async def _body(self, request: Request) -> dict[str, Any]:
+        """The JSON object that a request brings."""
+        state = self._state
         state.check_open()
         options = state.options
-        body = await read_body(request.receive, request.headers, options.max_body_bytes, options.read_seconds)
-        plan = read_plan(parse_object(body), path, state.options.name, state.options.max_tokens_cap)
+        return parse_object(await read_body(request.receive, request.headers, options.max_body_bytes, options.read_seconds))
+
+    async def _generate(self, request: Request, path: str) -> Response:
+        """Everything is checked before the status is sent, so a stream never fails for what it was given."""
+        state, entry, options = self._state, request.scope[ENTRY], self._state.options
+        limits = options.max_tokens_cap, options.max_logprobs, options.lenient
+        plan = read_plan(await self._body(request), path, options.name, *limits)
         entry.plan(plan, state.options.log_prompts)
         heading = AnswerHeading(("chatcmpl-" if plan.is_chat else "cmpl-") + entry.id.removeprefix("req-"), state.options.name)
         with ExitStack() as held:
@@ -99,9 +136,10 @@ class Endpoints:
             making = make_requests(state.decoder, plan, state.options.max_tokens_cap, state.form)
             made = await state.unless_gone(making, request.receive)
             queued.requests = made.requests
+            prompts = prompts_of(state.decoder.decoder, plan, made.requests)
             if plan.stream:
-                writer = writer_of(heading, plan, state.piece, made.reader)
+                writer = writer_of(heading, plan, prompts, state.piece, made.reader)
                 return EventStream(state, plan, made.requests, writer, held.pop_all(), entry)
             generations = await state.unless_gone(run_all(state.decoder, made.requests), request.receive)
         entry.finished(plan, generations, state.options.log_prompts)
-        return JSONResponse(whole_answer(heading, plan, generations, state.piece, made.reader))
+        return JSONResponse(whole_answer(heading, plan, generations, prompts, state.piece, made.reader))

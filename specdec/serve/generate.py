@@ -19,6 +19,7 @@ from specdec.generation import Generation
 from specdec.prompts.replies import plan_reply
 from specdec.serve.wire.errors import REQUEST_FAILED, ApiError, engine_failed, request_failed, wrong
 from specdec.serve.wire.fields import COMPLETIONS
+from specdec.serve.wire.prompts_said import ChoicePrompt
 from specdec.serve.wire.requests import RequestPlan
 
 NO_TEMPLATE = "this model has no chat template: neither chat_template.jinja nor tokenizer_config.json in its folder holds one"
@@ -67,9 +68,21 @@ def _of_prompt(decoder: SpecDecoder, plan: RequestPlan, index: int, cap: int | N
     return MadeRequests(requests, reply.reader)
 
 
+def prompts_of(decoder: SpecDecoder, plan: RequestPlan, requests: Sequence[Request]) -> list[ChoicePrompt]:
+    """The prompt of each choice, as its answer shows it.  A text is shown as it was given."""
+    prompts = []
+    for choice, request in enumerate(requests):
+        given = plan.prompts[choice // plan.n]
+        text = "" if not plan.echo else given if isinstance(given, str) else decoder.tokenizer.decode(request.given_ids)
+        prompts.append(ChoicePrompt(request.given_ids, text))
+    return prompts
+
+
 def _wrong_prompt(decoder: SpecDecoder, plan: RequestPlan, error: ValueError | TypeError) -> ApiError:
     if isinstance(error, PromptTooLong):
-        return wrong(plan.prompt_field, str(error), "context_length_exceeded")
+        # litellm and LangChain look for these words in the message, whatever the code is.
+        said = f"This model's maximum context length is {decoder.settings.max_seq_len} tokens (context_length_exceeded)"
+        return wrong(plan.prompt_field, f"{said}: {error}", "context_length_exceeded")
     if plan.is_chat and not decoder.tokenizer.has_chat_template:
         return wrong("messages", f"{NO_TEMPLATE}; nearest thing that works: {COMPLETIONS} with a prompt")
     option, rule = field_of(error), plan.sampling.grammar_rule

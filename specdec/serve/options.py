@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from specdec.chat.form import AUTO, REASONING_PARSERS, TOOL_PARSERS
+from specdec.limits import MAX_LOGPROBS, MOST_LOGPROBS
 from specdec.options import option, setting_of
 
 KEY_VARIABLE = "SPECDEC_API_KEY"
@@ -56,6 +57,9 @@ class ServeOptions:
         "the most output tokens that a request may ask for; default: what the context and the KV pool hold",
         bounds=(1, math.inf),
     )
+    max_logprobs: int = option(
+        MAX_LOGPROBS, "the most likeliest tokens whose log-probabilities a request may ask for", bounds=(0, MOST_LOGPROBS)
+    )
     grace_seconds: int = option(
         30, "after SIGTERM or Ctrl-C, how long requests that run may take to finish", bounds=(0, 24 * 3600)
     )
@@ -69,6 +73,7 @@ class ServeOptions:
         "how the model marks thoughts, which answers then hold apart; auto: as its chat template tells; none: not at all",
         choices=REASONING_PARSERS,
     )
+    lenient: bool = option(False, "leave out fields of requests that this server does not know, in place of an error")
     page: bool = option(True, "answer / with a playground, a page that uses this API and holds no caller's data")
     log_prompts: bool = option(False, "write prompts and output texts to the log, which otherwise holds no text of any request")
 

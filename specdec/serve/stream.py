@@ -10,23 +10,43 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractContextManager, aclosing
+from typing import Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from specdec.async_decoder import AsyncStream
 from specdec.engine.request import Request
-from specdec.generation import Chunk
+from specdec.generation import Chunk, FinishReason, Generation
 from specdec.serve.generate import failure_of
 from specdec.serve.log import CLIENT_GONE, LogEntry
 from specdec.serve.state import ServerState
-from specdec.serve.wire.answers import ChunkWriter, error_event
 from specdec.serve.wire.errors import ApiError, ClientGone
 from specdec.serve.wire.requests import RequestPlan
 
 News = list[tuple[int, Chunk | None]]  # choices, and what has come of each; None: it has ended
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # proxies must not collect chunks
 LAST_WORD_SECONDS = 1.0  # for an error to be written to a reader that may have stopped reading
+
+
+class EventWriter(Protocol):
+    """Writes the events of one stream."""
+
+    def chunk(self, index: int, chunk: Chunk) -> bytes:
+        """A piece of a choice."""
+        ...
+
+    def finish(self, index: int, reason: FinishReason) -> bytes:
+        """The end of a choice."""
+        ...
+
+    def end(self, generations: Sequence[Generation]) -> bytes:
+        """What follows the last choice's end."""
+        ...
+
+    def failed(self, error: ApiError) -> bytes:
+        """The last event of a stream that fails."""
+        ...
 
 
 class EventStream(Response):
@@ -39,7 +59,7 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, state: ServerState, plan: RequestPlan, requests: Sequence[Request], writer: ChunkWriter,
+        self, state: ServerState, plan: RequestPlan, requests: Sequence[Request], writer: EventWriter,
         queued: AbstractContextManager[object], entry: LogEntry,
     ) -> None:  # fmt: skip
         super().__init__(headers=HEADERS)
@@ -87,7 +107,7 @@ class EventStream(Response):
         """Writes the error as the last event, unless the reader has stopped reading."""
         try:
             async with asyncio.timeout(LAST_WORD_SECONDS):
-                await send({"type": "http.response.body", "body": error_event(error)})
+                await send({"type": "http.response.body", "body": self._writer.failed(error)})
         except TimeoutError:
             pass
 

@@ -55,8 +55,9 @@ def effort_of(values: dict[str, Any]) -> str | None:
 
 def text_part(part: Any, name: str) -> str:
     """The text of a part of a message's content."""
-    if isinstance(part, dict) and part.keys() == {"type", "text"} and part["type"] == "text" and isinstance(part["text"], str):
-        return part["text"]
+    keys = part.keys() - {"cache_control"} if isinstance(part, dict) else set()  # how long to keep what is computed: no text
+    if keys == {"type", "text"} and part["type"] == "text" and isinstance(part["text"], str):
+        return str(part["text"])
     expected = f"{name} must be {{'type': 'text', 'text': ...}}, the only kind of content supported"
     kind = part.get("type") if isinstance(part, dict) else None
     if isinstance(kind, str) and any(word in kind for word in ("image", "audio", "video", "file")):

@@ -11,25 +11,32 @@ from specdec.generation import Chunk, FinishReason
 from specdec.serve.wire.answers import AnswerHeading, ChunkWriter, reason_of
 from specdec.serve.wire.logprobs import Piece
 from specdec.serve.wire.parts import delta_of, joined
+from specdec.serve.wire.prompts_said import ChoicePrompt
 from specdec.serve.wire.requests import RequestPlan
 
 
-def writer_of(heading: AnswerHeading, plan: RequestPlan, piece: Piece, reader: Callable[[], ReplyReader] | None) -> ChunkWriter:
+def writer_of(
+    heading: AnswerHeading, plan: RequestPlan, prompts: Sequence[ChoicePrompt], piece: Piece,
+    reader: Callable[[], ReplyReader] | None,
+) -> ChunkWriter:  # fmt: skip
     """What writes the events of a plan's stream.  reader: see MadeRequests."""
     if reader is None:
-        return ChunkWriter(heading, plan, piece)
-    return ReplyWriter(heading, plan, piece, [reader() for _ in range(plan.choices)])
+        return ChunkWriter(heading, plan, prompts, piece)
+    return ReplyWriter(heading, plan, prompts, piece, [reader() for _ in range(plan.choices)])
 
 
 class ReplyWriter(ChunkWriter):
     """Writes the events of a stream whose answers have parts.  readers: of each choice."""
 
-    def __init__(self, heading: AnswerHeading, plan: RequestPlan, piece: Piece, readers: Sequence[ReplyReader]) -> None:
-        super().__init__(heading, plan, piece)
+    def __init__(
+        self, heading: AnswerHeading, plan: RequestPlan, prompts: Sequence[ChoicePrompt], piece: Piece,
+        readers: Sequence[ReplyReader],
+    ) -> None:  # fmt: skip
+        super().__init__(heading, plan, prompts, piece)
         self._readers = readers
         self._calls = [False] * plan.choices
 
-    def chunk(self, index: int, chunk: Chunk) -> bytes:
+    def _chunk(self, index: int, chunk: Chunk) -> bytes:
         deltas = self._deltas(index, self._readers[index].feed(chunk.text))
         said = self._said(index, chunk)
         if said is not None and not deltas:
