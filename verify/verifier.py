@@ -74,6 +74,7 @@ class TargetVerifier:
     ) -> None:
         self.model, self.cache, self.backend, self.aux_layers = model, cache, backend, aux_layers
         self.encoder_cache, self.contexts = encoder_cache, contexts or {}
+        self.scored_logits = SCORED_LOGITS
         self.synthetic: SyntheticAcceptance | None = None  # forces acceptance; set before the first round is captured
 
     def read_encoder_input(self, slots_S: Tensor, ids_S: Tensor) -> None:
@@ -132,7 +133,7 @@ class TargetVerifier:
                 token_logprobs(
                     self.model.logits(hidden_TH.index_select(0, rows_R)), next_T.index_select(0, rows_R), scored.top, vocabulary
                 )
-                for rows_R in scored.rows_R.split(max(1, SCORED_LOGITS // widest))
+                for rows_R in scored.rows_R.split(max(1, self.scored_logits // widest))
             ]
         )
 

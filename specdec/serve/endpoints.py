@@ -12,13 +12,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from specdec import __version__
-from specdec.decoder import SpecDecoder
 from specdec.serve.generate import make_requests, prompts_of, run_all
 from specdec.serve.metrics import registry_of
 from specdec.serve.middleware import ENTRY
 from specdec.serve.responses.endpoint import answer_response
 from specdec.serve.state import ServerState
 from specdec.serve.stream import EventStream
+from specdec.serve.tokens.endpoints import answer_detokenize, answer_tokenize
 from specdec.serve.wire.answers import AnswerHeading, model_card, whole_answer
 from specdec.serve.wire.body import parse_object, read_body
 from specdec.serve.wire.corpus import corpus_answer, read_corpus_plan
@@ -26,7 +26,6 @@ from specdec.serve.wire.errors import wrong
 from specdec.serve.wire.fields import CHAT, COMPLETIONS
 from specdec.serve.wire.reply_stream import writer_of
 from specdec.serve.wire.requests import read_plan, unknown_model
-from specdec.serve.wire.tokens import read_detokenize, read_tokenize_plan, tokenized
 
 ReadMetrics = Callable[[], Awaitable[bytes]]  # gives the page of /metrics
 
@@ -60,27 +59,10 @@ class Endpoints:
         return JSONResponse(corpus_answer(name, len(texts), tokens))
 
     async def tokenize(self, request: Request) -> Response:
-        """The ids of a text or a chat, as a request with it would have them."""
-        state, plan = self._state, read_tokenize_plan(await self._body(request))
-
-        def encoded(decoder: SpecDecoder) -> list[int]:
-            if plan.special or not isinstance(plan.prompt, str):
-                return decoder.encode(plan.prompt, "prompt" if isinstance(plan.prompt, str) else "messages")
-            return decoder.tokenizer.encode_plain(plan.prompt)
-
-        try:
-            ids = await state.unless_gone(state.decoder.prepared(encoded), request.receive)
-        except (TypeError, ValueError) as error:
-            raise wrong("prompt" if isinstance(plan.prompt, str) else "messages", str(error)) from None
-        strings = [state.piece(token) for token in ids] if plan.strings else None
-        return JSONResponse(tokenized(ids, state.max_seq_len, strings))
+        return await answer_tokenize(self._state, request, await self._body(request))
 
     async def detokenize(self, request: Request) -> Response:
-        """The text of ids, without tokens that begin or end texts."""
-        ids, decoder = read_detokenize(await self._body(request)), self._state.decoder.decoder
-        if wrong_ids := [token for token in ids if token >= decoder.model.config.vocab_size]:
-            raise wrong("tokens", f"tokens holds {wrong_ids[0]}; expected ids in [0, {decoder.model.config.vocab_size - 1}]")
-        return JSONResponse({"prompt": decoder.tokenizer.decode(ids) if ids else ""})
+        return await answer_detokenize(self._state, await self._body(request))
 
     async def version(self, request: Request) -> Response:
         return JSONResponse({"version": __version__})

@@ -14,7 +14,7 @@ from specdec.chat.reply import Reply, read_reply
 from specdec.serve.generate import make_requests, run_all
 from specdec.serve.middleware import ENTRY
 from specdec.serve.responses.output import ResponseHeading, items_of, status_of
-from specdec.serve.responses.request import chat_body, renamed
+from specdec.serve.responses.request import chat_body, rename
 from specdec.serve.responses.stream import ResponseWriter
 from specdec.serve.state import ServerState
 from specdec.serve.stream import EventStream
@@ -30,7 +30,8 @@ async def answer_response(state: ServerState, request: Request, body: dict[str, 
     try:
         return await _answer(state, request, body, chat)
     except ApiError as error:
-        raise renamed(error) from error.__cause__
+        rename(error)
+        raise
 
 
 async def _answer(state: ServerState, request: Request, body: dict[str, Any], chat: dict[str, Any]) -> Response:

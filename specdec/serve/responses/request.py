@@ -78,17 +78,13 @@ def chat_body(body: dict[str, Any], lenient: bool = False) -> dict[str, Any]:
     return chat
 
 
-def renamed(error: ApiError) -> ApiError:
-    """An error about the chat, with the names of this endpoint's fields."""
-    param, message = error.param or "", error.message
+def rename(error: ApiError) -> None:
+    """Gives an error about the chat the names of this endpoint's fields."""
+    param = error.param or ""
     for chat, own in CALLED.items():
         if param == chat or param.startswith((f"{chat}.", f"{chat}[")):
-            param, message = own + param.removeprefix(chat), message.replace(chat, own)
-            break
-    return ApiError(
-        error.status, message, kind=error.kind, param=param or None, code=error.code, retry_after=error.retry_after,
-        leaves_body=error.leaves_body,
-    )  # fmt: skip
+            error.param, error.message = own + param.removeprefix(chat), error.message.replace(chat, own)
+            return
 
 
 def _object(name: str, value: Any, used: tuple[str, ...]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from specdec import Generation, SamplingParams, SpecConfig, SpecDecoder, shipped
 from specdec.generation import TokenLogprob
-from specdec.verify import verifier
+from specdec.verify.verifier import TargetVerifier
 
 TOLERANCE = 1e-4
 
@@ -33,16 +33,15 @@ def shipped_logits() -> dict[tuple[int, ...], torch.Tensor]:
         return {tuple(ids): model(torch.tensor([ids])).logits[0] for ids in (*prompts, [77], [5, *prompts[0], *prompts[1]])}
 
 
-def test_prompts_of_the_shipped_target(
-    shipped_logits: dict[tuple[int, ...], torch.Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_of_the_shipped_target(shipped_logits: dict[tuple[int, ...], torch.Tensor]) -> None:
     """In chunks of 7 tokens, logits in slices of 3, beside a prompt that nobody asks about, while drafts are verified; then
     again where pages of the same prompts are kept.  Keeps out: a chunk's last token without its next one, numbers of a
     neighbour, tokens that a kept page answers for, and texts that differ because somebody asked."""
-    monkeypatch.setattr(verifier, "SCORED_LOGITS", 3 * 2048)
     folders = shipped.target_folder(), shipped.draft_folder()
     settings = dict(device="cpu", dtype="float32", max_batch_size=3, prefill_chunk=7, prefix_caching=True)
     with SpecDecoder.from_pretrained(*folders, SpecConfig(3, 2, 6), **settings) as decoder:
+        verifier: TargetVerifier = decoder.engine.runner.workers.verifier
+        verifier.scored_logits = 3 * 2048
         prompts = [*map(list, shipped_logits), [9, 8, 7]]
         params = [SamplingParams(6, prompt_logprobs=top, logprobs=1) for top in (0, 2, 30, 1, 1)] + [SamplingParams(6)]
         first = decoder.generate(prompts, params)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from specdec.chat.tools import read_rules
-from specdec.checks import field_of, require_bool, require_ids, shown
+from specdec.checks import about, field_of, require_bool, require_ids, shown
 from specdec.serve.wire.errors import wrong
 from specdec.serve.wire.fields import TEMPLATE_FIELDS, TOOL_FIELDS, only_used
 from specdec.serve.wire.messages import read_chat
@@ -31,10 +31,10 @@ def read_tokenize_plan(body: dict[str, Any]) -> TokenizePlan:
     is_chat = body.get("messages") is not None
     values = only_used(body, CHAT_FIELDS if is_chat else TEXT_FIELDS, {}, "")
     try:
-        special, strings = (
-            require_bool(name, values.get(name, default), default)
-            for name, default in (("add_special_tokens", True), ("return_token_strs", False))
-        )
+        with about("add_special_tokens"):
+            special = require_bool("add_special_tokens", values.get("add_special_tokens", True), True)
+        with about("return_token_strs"):
+            strings = require_bool("return_token_strs", values.get("return_token_strs", False), False)
         if is_chat:
             return TokenizePlan(read_chat(values, read_rules(*map(values.get, TOOL_FIELDS))), special, strings)
     except (TypeError, ValueError) as error:
