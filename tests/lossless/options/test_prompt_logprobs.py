@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from toolkit.driver import Driver
 from toolkit.models import Zoo, ragged_prompts
 from toolkit.parallel.decoders import with_ranks
 from transformers import AutoModelForCausalLM
 
 from specdec import Generation, SamplingParams, SpecConfig, SpecDecoder, shipped
 from specdec.generation import TokenLogprob
-from specdec.verify.verifier import TargetVerifier
 
 TOLERANCE = 1e-4
 
@@ -40,8 +40,7 @@ def test_prompts_of_the_shipped_target(shipped_logits: dict[tuple[int, ...], tor
     folders = shipped.target_folder(), shipped.draft_folder()
     settings = dict(device="cpu", dtype="float32", max_batch_size=3, prefill_chunk=7, prefix_caching=True)
     with SpecDecoder.from_pretrained(*folders, SpecConfig(3, 2, 6), **settings) as decoder:
-        verifier: TargetVerifier = decoder.engine.runner.workers.verifier
-        verifier.scored_logits = 3 * 2048
+        Driver(decoder).score_in_slices(3 * 2048)
         prompts = [*map(list, shipped_logits), [9, 8, 7]]
         params = [SamplingParams(6, prompt_logprobs=top, logprobs=1) for top in (0, 2, 30, 1, 1)] + [SamplingParams(6)]
         first = decoder.generate(prompts, params)
