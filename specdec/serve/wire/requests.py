@@ -12,10 +12,10 @@ from specdec.checks import field_of, require_bool, require_int, require_text, sh
 from specdec.config import MAX_SEED, SamplingParams
 from specdec.limits import MAX_LOGPROBS
 from specdec.prompts.chat import ChatPrompt
+from specdec.serve.chats.messages import effort_of, read_chat, text_part
 from specdec.serve.wire import fields
 from specdec.serve.wire.errors import ApiError, wrong
 from specdec.serve.wire.grammar import GRAMMAR_FIELDS, grammar_of
-from specdec.serve.wire.messages import effort_of, read_chat, text_part
 
 DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI's; a chat answer may be as long as the context allows
 DEFAULT_TEMPERATURE = 1.0  # OpenAI's
