@@ -19,7 +19,7 @@ from specdec.checks import about
 from specdec.config import GrammarKind
 from specdec.grammar.late import LateMatcher
 from specdec.grammar.matcher import Matcher
-from specdec.grammar.wait import Vocabulary, Wait, WaitPlan
+from specdec.grammar.wait import TokenTexts, Wait, WaitPlan
 from specdec.steps import Grammar
 
 MAX_KEPT = 64  # compiled grammars of one decoder; a further one takes the place of the one that was used least recently
@@ -43,7 +43,7 @@ class Grammars:
         self._max_kept = max_kept
         self._compiled: OrderedDict[tuple[GrammarKind, str], Any] = OrderedDict()
         self._special: dict[str, int] | None = None
-        self._vocabulary: Vocabulary | None = None
+        self._vocabulary: TokenTexts | None = None
         self._plans: dict[Wait, WaitPlan] = {}
         self._lock, self._reading = threading.Lock(), threading.Lock()
 
@@ -86,7 +86,7 @@ class Grammars:
         inner = self._read_tokenizer("grammar")
         with self._lock:
             if self._vocabulary is None:
-                self._vocabulary = Vocabulary([inner.decode_bytes([token]) for token in range(self._vocab_size)])
+                self._vocabulary = TokenTexts([inner.decode_bytes([token]) for token in range(self._vocab_size)])
             if wait not in self._plans:
                 if len(self._plans) >= self._max_kept:
                     self._plans.clear()

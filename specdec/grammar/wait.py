@@ -50,7 +50,7 @@ class WaitState(NamedTuple):
     tail: bytes = b""
 
 
-class Vocabulary:
+class TokenTexts:
     """The bytes of each token; those of a special token are its name."""
 
     def __init__(self, tokens: Sequence[bytes]) -> None:
@@ -89,7 +89,7 @@ class Vocabulary:
 class WaitPlan:
     """A Wait over a vocabulary: what a token does to a state, and which tokens may not come there."""
 
-    def __init__(self, wait: Wait, vocabulary: Vocabulary) -> None:
+    def __init__(self, wait: Wait, vocabulary: TokenTexts) -> None:
         self._markers = tuple(marker.encode() for marker in wait.markers)
         self._at_start, self._keeps_marker, self._vocabulary = wait.at_start, wait.keeps_marker, vocabulary
         thought = wait.thought

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from specdec import __version__
+from specdec.serve.chats.reply_stream import writer_of
 from specdec.serve.generate import make_requests, prompts_of, run_all
 from specdec.serve.metrics import registry_of
 from specdec.serve.middleware import ENTRY
@@ -24,7 +25,6 @@ from specdec.serve.wire.body import parse_object, read_body
 from specdec.serve.wire.corpus import corpus_answer, read_corpus_plan
 from specdec.serve.wire.errors import wrong
 from specdec.serve.wire.fields import CHAT, COMPLETIONS
-from specdec.serve.wire.reply_stream import writer_of
 from specdec.serve.wire.requests import read_plan, unknown_model
 
 ReadMetrics = Callable[[], Awaitable[bytes]]  # gives the page of /metrics

@@ -61,7 +61,7 @@ def _of_prompt(decoder: SpecDecoder, plan: RequestPlan, index: int, cap: int | N
     how: dict[str, Any] = {"streaming": plan.stream, "trees": plan.return_trees, "cache_salt": plan.cache_salt}
     reply = ReplyPlan(plan.sampling)
     if plan.is_chat:
-        reply = plan_reply(form, plan.sampling, plan.tools, ids, decoder.tokenizer, decoder.grammars)
+        reply = plan_reply(form, plan.sampling, plan.tool_rules, ids, decoder.tokenizer, decoder.grammars)
         how |= {"wait": reply.wait, "all_tokens": reply.reader is not None}
     own = replace(plan, sampling=reply.sampling)
     requests = [decoder.new_request(ids, own.sampling_of(choice, max_tokens), name, **how) for choice in range(plan.n)]
@@ -86,7 +86,7 @@ def _wrong_prompt(decoder: SpecDecoder, plan: RequestPlan, error: ValueError | T
     if plan.is_chat and not decoder.tokenizer.has_chat_template:
         return wrong("messages", f"{NO_TEMPLATE}; nearest thing that works: {COMPLETIONS} with a prompt")
     option, rule = field_of(error), plan.sampling.grammar_rule
-    if plan.tools.callable_tools and option == "grammar":
+    if plan.tool_rules.callable_tools and option == "grammar":
         return wrong("tools", str(error))
     is_grammar = rule is not None and option == rule[0]
     return wrong(plan.grammar_field if is_grammar else option or plan.prompt_field, str(error))

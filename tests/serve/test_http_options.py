@@ -12,7 +12,8 @@ from toolkit.serving.options import NUMBERS, other_number
 from toolkit.serving.server import Served, error_of
 
 from specdec import SamplingParams, SpecDecoder, shipped
-from specdec.serve.wire import grammar, messages, requests
+from specdec.serve.chats import messages
+from specdec.serve.wire import grammar, requests
 from specdec.serve.wire.fields import CHAT, COMPLETIONS, SAMPLING_FIELDS, USED_FIELDS
 from specdec.serve.wire.requests import read_plan
 

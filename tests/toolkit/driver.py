@@ -236,10 +236,6 @@ class Driver(TableHooks):
     def drafter(self) -> Any:
         return self._workers.drafter
 
-    def score_in_slices(self, logits: int) -> None:
-        """From now on prompts' tokens are scored with at most so many logits at once."""
-        self._workers.verifier.scored_logits = logits
-
     @property
     def caches(self) -> tuple[Any, ...]:
         """The target's cache, and the drafter's if there is a head that keeps keys and values."""

@@ -7,15 +7,15 @@ from collections.abc import Callable
 BLANKS = " \t\r\n"
 
 
-class NeedMore(Exception):
+class IncompleteCall(Exception):
     """The text may go on in the expected way."""
 
 
-class Broken(Exception):
+class BrokenCall(Exception):
     """The text is not what was expected."""
 
 
-class Cursor:
+class TextCursor:
     """A place in a text."""
 
     def __init__(self, text: str) -> None:
@@ -26,24 +26,24 @@ class Cursor:
             self.place += 1
 
     def starts(self, literal: str) -> bool:
-        """Whether a text comes next; NeedMore if that can't be said yet."""
+        """Whether a text comes next; IncompleteCall if that can't be said yet."""
         rest = self.text[self.place : self.place + len(literal)]
         if rest == literal:
             return True
         if literal.startswith(rest):
-            raise NeedMore
+            raise IncompleteCall
         return False
 
     def take(self, literal: str) -> None:
         if not self.starts(literal):
-            raise Broken
+            raise BrokenCall
         self.place += len(literal)
 
     def until(self, mark: str) -> str:
         """What stands before a mark, which is taken too."""
         end = self.text.find(mark, self.place)
         if end < 0:
-            raise NeedMore
+            raise IncompleteCall
         found = self.text[self.place : end]
         self.place = end + len(mark)
         return found
@@ -54,7 +54,7 @@ class Cursor:
         while self.place < len(self.text) and belongs(self.text[self.place]):
             self.place += 1
         if self.place == len(self.text):
-            raise NeedMore
+            raise IncompleteCall
         return self.text[begin : self.place]
 
 

@@ -7,20 +7,20 @@ import re
 from json.decoder import scanstring
 from typing import Any
 
-from specdec.chat.arguments.cursor import Broken, Cursor, NeedMore
+from specdec.chat.arguments.cursor import BrokenCall, IncompleteCall, TextCursor
 
 WORDS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
 NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 MAX_DEPTH = 64  # of lists and objects within each other
 
 
-def value_at(cursor: Cursor, depth: int = 0) -> Any:
-    """The value that comes next.  NeedMore if it may go on, Broken if it is none."""
+def value_at(cursor: TextCursor, depth: int = 0) -> Any:
+    """The value that comes next.  IncompleteCall if it may go on, BrokenCall if it is none."""
     if depth > MAX_DEPTH:
-        raise Broken
+        raise BrokenCall
     cursor.blanks()
     if cursor.place == len(cursor.text):
-        raise NeedMore
+        raise IncompleteCall
     first = cursor.text[cursor.place]
     if first in "'\"":
         return _text(cursor, first)
@@ -33,17 +33,17 @@ def value_at(cursor: Cursor, depth: int = 0) -> Any:
         return WORDS[word]
     if NUMBER.fullmatch(word):
         return json.loads(word) if not word.lstrip("-").startswith("0") or "." in word or word in ("0", "-0") else int(word)
-    raise Broken
+    raise BrokenCall
 
 
-def _text(cursor: Cursor, quote: str) -> str:
+def _text(cursor: TextCursor, quote: str) -> str:
     """A text in quotes of either kind."""
     end, is_escaped = cursor.place + 1, False
     while end < len(cursor.text) and (is_escaped or cursor.text[end] != quote):
         is_escaped = not is_escaped and cursor.text[end] == "\\"
         end += 1
     if end >= len(cursor.text):
-        raise NeedMore
+        raise IncompleteCall
     held = cursor.text[cursor.place + 1 : end]
     cursor.place = end + 1
     if quote == "'":  # as JSON would write it
@@ -51,10 +51,10 @@ def _text(cursor: Cursor, quote: str) -> str:
     try:
         return scanstring(held + '"', 0, False)[0]
     except ValueError:
-        raise Broken from None
+        raise BrokenCall from None
 
 
-def _items(cursor: Cursor, end: str, depth: int) -> list[Any]:
+def _items(cursor: TextCursor, end: str, depth: int) -> list[Any]:
     cursor.place += 1
     found = list[Any]()
     while True:
@@ -67,7 +67,7 @@ def _items(cursor: Cursor, end: str, depth: int) -> list[Any]:
         found.append(value_at(cursor, depth + 1))
 
 
-def _object(cursor: Cursor, depth: int) -> dict[str, Any]:
+def _object(cursor: TextCursor, depth: int) -> dict[str, Any]:
     cursor.place += 1
     found = dict[str, Any]()
     while True:
@@ -79,7 +79,7 @@ def _object(cursor: Cursor, depth: int) -> dict[str, Any]:
             cursor.take(",")
         key = value_at(cursor, depth + 1)
         if not isinstance(key, str):
-            raise Broken
+            raise BrokenCall
         cursor.blanks()
         cursor.take(":")
         found[key] = value_at(cursor, depth + 1)

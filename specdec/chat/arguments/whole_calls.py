@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from specdec.chat.arguments.cursor import Broken, Cursor, NeedMore
+from specdec.chat.arguments.cursor import BrokenCall, IncompleteCall, TextCursor
 from specdec.chat.said import Said, new_id
 
 Call = tuple[str, dict[str, Any]]  # a function's name and its arguments
@@ -18,7 +18,7 @@ class WholeCallReader:
     next_call: reads a call; with the number of calls so far.  None: there is no further one, and the place is after the last.
     """
 
-    def __init__(self, next_call: Callable[[Cursor, int], Call | None]) -> None:
+    def __init__(self, next_call: Callable[[TextCursor, int], Call | None]) -> None:
         self._next, self._buffer, self._count = next_call, "", 0
         self.leftover: str | None = None
 
@@ -29,12 +29,12 @@ class WholeCallReader:
             return said
         self._buffer += text
         while self.leftover is None:
-            cursor = Cursor(self._buffer)
+            cursor = TextCursor(self._buffer)
             try:
                 call = self._next(cursor, self._count)
-            except NeedMore:
+            except IncompleteCall:
                 break
-            except Broken:
+            except BrokenCall:
                 self.leftover = self._buffer
                 break
             self._buffer = self._buffer[cursor.place :]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specdec.chat.arguments.cursor import Broken, Cursor, in_name
+from specdec.chat.arguments.cursor import BrokenCall, TextCursor, in_name
 from specdec.chat.arguments.literals import value_at
 from specdec.chat.arguments.values import Parameter, all_in_order, parameters_of
 from specdec.chat.arguments.whole_calls import Call, WholeCallReader
@@ -47,7 +47,7 @@ class PythonicFormat:
     def reader(self, tools: Sequence[Tool], marker: str) -> WholeCallReader:
         names = {tool.name for tool in tools}
 
-        def next_call(cursor: Cursor, count: int) -> Call | None:
+        def next_call(cursor: TextCursor, count: int) -> Call | None:
             cursor.blanks()
             if count and not cursor.starts(","):
                 cursor.take("]")
@@ -56,7 +56,7 @@ class PythonicFormat:
             cursor.blanks()
             name = marker[1:-1] if not count else cursor.span(in_name)
             if name not in names:
-                raise Broken
+                raise BrokenCall
             if count:
                 cursor.take("(")
             return name, _arguments(cursor)
@@ -72,7 +72,7 @@ def _value(parameter: Parameter, lark: LarkWriter) -> str:
     return one_of([lark.json(parameter.schema), *words])
 
 
-def _arguments(cursor: Cursor) -> dict[str, Any]:
+def _arguments(cursor: TextCursor) -> dict[str, Any]:
     """The arguments of a call by name, up to its closing parenthesis, which is taken too."""
     found = dict[str, Any]()
     while True:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specdec.chat.arguments.cursor import Broken, Cursor, NeedMore, in_name
+from specdec.chat.arguments.cursor import BrokenCall, IncompleteCall, TextCursor, in_name
 from specdec.chat.arguments.values import Parameter, all_in_order, parameters_of
 from specdec.chat.arguments.whole_calls import Call, WholeCallReader
 from specdec.chat.lark import LarkWriter, joined, one_of
@@ -58,12 +58,12 @@ class TaggedFormat:
     def reader(self, tools: Sequence[Tool], marker: str) -> WholeCallReader:
         known = {tool.name: {each.name: each for each in parameters_of(tool)} for tool in tools}
 
-        def next_call(cursor: Cursor, count: int) -> Call | None:
+        def next_call(cursor: TextCursor, count: int) -> Call | None:
             return self._read(cursor, count, known)
 
         return WholeCallReader(next_call)
 
-    def _read(self, cursor: Cursor, count: int, known: dict[str, dict[str, Parameter]]) -> Call | None:
+    def _read(self, cursor: TextCursor, count: int, known: dict[str, dict[str, Parameter]]) -> Call | None:
         cursor.blanks()
         if count:
             if not cursor.starts(self.opening):
@@ -73,7 +73,7 @@ class TaggedFormat:
         cursor.take(self.before_name.lstrip())
         name = cursor.span(in_name)
         if name not in known:
-            raise Broken
+            raise BrokenCall
         cursor.take(self.after_name)
         arguments = {}
         while True:
@@ -89,22 +89,22 @@ class TaggedFormat:
             if self.lines:
                 text = text.removeprefix("\n").removesuffix("\n")
             if key not in known[name]:
-                raise Broken
+                raise BrokenCall
             try:
                 arguments[key] = known[name][key].value_of(text)
             except ValueError:
-                raise Broken from None
+                raise BrokenCall from None
         for mark in self.end_call:
             cursor.blanks()
             cursor.take(mark)
         return name, arguments
 
 
-def _comes(cursor: Cursor, other: str, literal: str) -> bool:
+def _comes(cursor: TextCursor, other: str, literal: str) -> bool:
     """Whether a text comes next, where it or another one is expected."""
     try:
         return cursor.starts(literal)
-    except NeedMore:
+    except IncompleteCall:
         if cursor.text.startswith(other, cursor.place):
             return False
         raise

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from specdec.chat.tools import read_rules
 from specdec.checks import about, field_of, require_bool, require_ids, shown
+from specdec.serve.chats.messages import read_chat
 from specdec.serve.wire.errors import wrong
 from specdec.serve.wire.fields import TEMPLATE_FIELDS, TOOL_FIELDS, only_used
-from specdec.serve.wire.messages import read_chat
 
 TEXT_FIELDS = ("model", "prompt", "add_special_tokens", "return_token_strs")
 CHAT_FIELDS = ("model", "messages", "return_token_strs", *TOOL_FIELDS, *TEMPLATE_FIELDS)

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 from specdec.chat.reply import Reply, ReplyReader, read_reply
 from specdec.generation import Chunk, FinishReason, Generation
+from specdec.serve.chats.parts import message_of
 from specdec.serve.wire.errors import ApiError, json_bytes
 from specdec.serve.wire.logprobs import Piece, chat_logprobs, completion_logprobs
-from specdec.serve.wire.parts import message_of
 from specdec.serve.wire.prompts_said import ChoicePrompt, said_of_prompt
 from specdec.serve.wire.requests import RequestPlan
 from specdec.trace.trace import round_as_json
@@ -112,7 +112,7 @@ class ChunkWriter:
         self._usage = self._usage_so_far() if plan.continuous_usage else {"usage": None} if plan.include_usage else {}
         self._unsaid = _said_of(Chunk("", [], []), plan, piece, 0)  # by a chunk without tokens of its own
         self._around = [self._split(index) for index in range(plan.choices)]
-        self._has_begun = [not plan.is_chat] * plan.choices
+        self.has_begun = [not plan.is_chat] * plan.choices
         self._says_prompt = [plan.says_prompt] * plan.choices
         self._says_tokens = plan.return_origins or plan.return_trees or plan.return_token_ids
 
@@ -132,21 +132,21 @@ class ChunkWriter:
         said = said_of_prompt(self._plan, self._prompts[index], chunk.prompt_logprobs, self._piece)
         own = {**self._unsaid, "logprobs": said.logprobs, **said.choice}
         self._offsets[index] = len(said.text)
-        if not self._has_begun[index]:
+        if not self.has_begun[index]:
             return self._begin(index, said.text, own, said.answer)
-        return self._event(index, self._content(said.text), None, own, said.answer)
+        return self.event(index, self._content(said.text), None, own, said.answer)
 
     def _chunk(self, index: int, chunk: Chunk) -> bytes:
-        if (said := self._said(index, chunk)) is not None:
-            if not self._has_begun[index]:
+        if (said := self.said(index, chunk)) is not None:
+            if not self.has_begun[index]:
                 return self._begin(index, chunk.text, said)
-            return self._event(index, self._content(chunk.text), None, said)
+            return self.event(index, self._content(chunk.text), None, said)
         if not chunk.text:
             return b""
-        if not self._has_begun[index]:
+        if not self.has_begun[index]:
             return self._begin(index, chunk.text)
         if self._plan.continuous_usage:
-            return self._event(index, self._content(chunk.text), None)
+            return self.event(index, self._content(chunk.text), None)
         before, after = self._around[index]
         return f"{before}{json.dumps(chunk.text)}{after}".encode()
 
@@ -155,7 +155,7 @@ class ChunkWriter:
         used = {"prompt_tokens": prompts, "completion_tokens": self._tokens, "total_tokens": prompts + self._tokens}
         return {"usage": used}
 
-    def _said(self, index: int, chunk: Chunk) -> dict[str, Any] | None:
+    def said(self, index: int, chunk: Chunk) -> dict[str, Any] | None:
         """What a chunk says of its tokens; None: nothing."""
         if not (chunk.logprobs or (self._says_tokens and chunk.token_ids)):
             return None
@@ -165,8 +165,8 @@ class ChunkWriter:
 
     def finish(self, index: int, reason: FinishReason) -> bytes:
         """The last chunk of a choice."""
-        begin = b"" if self._has_begun[index] else self._begin(index, "")
-        return begin + self._event(index, {"delta": {}} if self._plan.is_chat else {"text": ""}, FINISH_REASONS[reason])
+        begin = b"" if self.has_begun[index] else self._begin(index, "")
+        return begin + self.event(index, {"delta": {}} if self._plan.is_chat else {"text": ""}, FINISH_REASONS[reason])
 
     def end(self, generations: Sequence[Generation]) -> bytes:
         """What follows the last chunk: the usage if it is wanted, and the mark of the end."""
@@ -182,13 +182,13 @@ class ChunkWriter:
         self, index: int, text: str, said: dict[str, Any] | None = None, of_answer: dict[str, Any] | None = None
     ) -> bytes:
         """The first chunk of a chat answer, which names the role."""
-        self._has_begun[index] = True
-        return self._event(index, {"delta": {"role": "assistant", "content": text}}, None, said, of_answer)
+        self.has_begun[index] = True
+        return self.event(index, {"delta": {"role": "assistant", "content": text}}, None, said, of_answer)
 
     def _content(self, text: str) -> dict[str, Any]:
         return {"delta": {"content": text}} if self._plan.is_chat else {"text": text}
 
-    def _event(
+    def event(
         self,
         index: int,
         content: dict[str, Any],
@@ -202,7 +202,7 @@ class ChunkWriter:
     def _split(self, index: int) -> tuple[str, str]:
         """What stands before and after the text in a choice's chunks."""
         mark = "\0"  # JSON writes it as \u0000, and nothing else here holds it: model names are printable
-        before, _, after = self._event(index, self._content(mark), None).decode().partition(json.dumps(mark))
+        before, _, after = self.event(index, self._content(mark), None).decode().partition(json.dumps(mark))
         return before, after
 
 

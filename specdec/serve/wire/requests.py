@@ -4,7 +4,7 @@ of a model, so what depends on these is checked later."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from specdec.chat.tools import ToolRules, read_rules
@@ -12,10 +12,10 @@ from specdec.checks import field_of, require_bool, require_int, require_text, sh
 from specdec.config import MAX_SEED, SamplingParams
 from specdec.limits import MAX_LOGPROBS
 from specdec.prompts.chat import ChatPrompt
+from specdec.serve.chats.messages import effort_of, read_chat, text_part
 from specdec.serve.wire import fields
 from specdec.serve.wire.errors import ApiError, wrong
 from specdec.serve.wire.grammar import GRAMMAR_FIELDS, grammar_of
-from specdec.serve.wire.messages import effort_of, read_chat, text_part
 
 DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI's; a chat answer may be as long as the context allows
 DEFAULT_TEMPERATURE = 1.0  # OpenAI's
@@ -47,7 +47,7 @@ class RequestPlan:
     return_token_ids: bool = False  # of the prompt and of each choice
     prompt_logprobs: int | None = None  # how many likeliest tokens are given of each of the prompt's
     drops_output: bool = False  # the prompt alone was asked for: the one token that runs is not given
-    tools: ToolRules = ToolRules()
+    tool_rules: ToolRules = field(default_factory=ToolRules)
     effort: str | None = None  # how much the model is to think, for templates that read it
 
     @property
@@ -126,7 +126,7 @@ def read_plan(
         return_token_ids=_flag(values, "return_token_ids"),
         prompt_logprobs=of_prompt,
         drops_output=max_tokens == 0,
-        tools=rules,
+        tool_rules=rules,
         effort=effort_of(values),
     )
 

@@ -2,13 +2,14 @@
 
 import pytest
 import torch
-from toolkit.driver import Driver
 from toolkit.models import Zoo, ragged_prompts
 from toolkit.parallel.decoders import with_ranks
 from transformers import AutoModelForCausalLM
 
 from specdec import Generation, SamplingParams, SpecConfig, SpecDecoder, shipped
 from specdec.generation import TokenLogprob
+from specdec.runner.workers import Workers
+from specdec.session import Session
 
 TOLERANCE = 1e-4
 
@@ -33,6 +34,11 @@ def shipped_logits() -> dict[tuple[int, ...], torch.Tensor]:
         return {tuple(ids): model(torch.tensor([ids])).logits[0] for ids in (*prompts, [77], [5, *prompts[0], *prompts[1]])}
 
 
+def score_by_three(workers: Workers) -> None:
+    """Logits of three tokens are computed at once."""
+    workers.verifier.scored_logits = 3 * 2048
+
+
 def test_prompts_of_the_shipped_target(shipped_logits: dict[tuple[int, ...], torch.Tensor]) -> None:
     """In chunks of 7 tokens, logits in slices of 3, beside a prompt that nobody asks about, while drafts are verified; then
     again where pages of the same prompts are kept.  Keeps out: a chunk's last token without its next one, numbers of a
@@ -40,7 +46,7 @@ def test_prompts_of_the_shipped_target(shipped_logits: dict[tuple[int, ...], tor
     folders = shipped.target_folder(), shipped.draft_folder()
     settings = dict(device="cpu", dtype="float32", max_batch_size=3, prefill_chunk=7, prefix_caching=True)
     with SpecDecoder.from_pretrained(*folders, SpecConfig(3, 2, 6), **settings) as decoder:
-        Driver(decoder).score_in_slices(3 * 2048)
+        Session(decoder).on_all_ranks(score_by_three)
         prompts = [*map(list, shipped_logits), [9, 8, 7]]
         params = [SamplingParams(6, prompt_logprobs=top, logprobs=1) for top in (0, 2, 30, 1, 1)] + [SamplingParams(6)]
         first = decoder.generate(prompts, params)

@@ -8,9 +8,9 @@ from typing import Any
 from specdec.chat.reply import ReplyReader
 from specdec.chat.said import Said
 from specdec.generation import Chunk, FinishReason
+from specdec.serve.chats.parts import delta_of, joined
 from specdec.serve.wire.answers import AnswerHeading, ChunkWriter, reason_of
 from specdec.serve.wire.logprobs import Piece
-from specdec.serve.wire.parts import delta_of, joined
 from specdec.serve.wire.prompts_said import ChoicePrompt
 from specdec.serve.wire.requests import RequestPlan
 
@@ -38,20 +38,20 @@ class ReplyWriter(ChunkWriter):
 
     def _chunk(self, index: int, chunk: Chunk) -> bytes:
         deltas = self._deltas(index, self._readers[index].feed(chunk.text))
-        said = self._said(index, chunk)
+        said = self.said(index, chunk)
         if said is not None and not deltas:
             deltas = [{}]
         events = b""
         for delta in deltas:
-            events += self._event(index, {"delta": self._begun(index, delta)}, None, said)
+            events += self.event(index, {"delta": self._begun(index, delta)}, None, said)
             said = None
         return events
 
     def finish(self, index: int, reason: FinishReason) -> bytes:
         deltas = self._deltas(index, self._readers[index].finish())
-        events = b"".join(self._event(index, {"delta": self._begun(index, delta)}, None) for delta in deltas)
-        last = self._begun(index, {}) if not self._has_begun[index] else {}
-        return events + self._event(index, {"delta": last}, reason_of(reason, self._calls[index]))
+        events = b"".join(self.event(index, {"delta": self._begun(index, delta)}, None) for delta in deltas)
+        last = self._begun(index, {}) if not self.has_begun[index] else {}
+        return events + self.event(index, {"delta": last}, reason_of(reason, self._calls[index]))
 
     def _deltas(self, index: int, said: Sequence[Said]) -> list[dict[str, Any]]:
         self._calls[index] = self._calls[index] or any(each.kind == "call" for each in said)
@@ -59,7 +59,7 @@ class ReplyWriter(ChunkWriter):
 
     def _begun(self, index: int, delta: dict[str, Any]) -> dict[str, Any]:
         """The same with the role, in a choice's first chunk."""
-        if self._has_begun[index]:
+        if self.has_begun[index]:
             return delta
-        self._has_begun[index] = True
+        self.has_begun[index] = True
         return {"role": "assistant", "content": "" if not {"tool_calls", "reasoning_content"} & delta.keys() else None, **delta}

@@ -14,7 +14,7 @@ from toolkit.serving.server import Served, error_of
 
 from specdec import SpecConfig, SpecDecoder, shipped
 
-PATH = "/v1/chat/completions"
+PATH, PARAMETERS = "/v1/chat/completions", "tools[0].function.parameters"
 SCHEMA = {
     "type": "object",
     "properties": {"unit": {"enum": ["c", "f"]}, "exact": {"type": "boolean"}},
@@ -39,6 +39,10 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         with Served(decoder) as server:
             yield server
         Driver(decoder).assert_nothing_leaked()
+
+
+def function(**held: Any) -> dict[str, Any]:
+    return {"type": "function", "function": held}
 
 
 def ask(served: Served, **body: Any) -> Any:
@@ -170,20 +174,12 @@ def test_what_the_template_is_told(scripted: Served) -> None:
     [
         ({"tools": {}}, "tools", "must be a list of"),
         ({"tools": [{"type": "web_search"}]}, "tools[0]", "got one of type 'web_search'"),
-        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "nearest setting that works: 'a_b'"),
-        ({"tools": [{"type": "function", "function": {"nme": "a"}}]}, "tools[0].function.nme", "nearest: name"),
+        ({"tools": [function(name="a b")]}, "tools[0].function.name", "nearest setting that works: 'a_b'"),
+        ({"tools": [function(nme="a")]}, "tools[0].function.nme", "nearest: name"),
         ({"tools": [WEATHER, WEATHER]}, "tools[1].function.name", "which is taken"),
-        (
-            {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"typ": "object"}}}]},
-            "tools[0].function.parameters",
-            "unknown keyword 'typ' at #; expected those of JSON Schema, or names that begin with x-; nearest setting that works: type",
-        ),
-        (
-            {"tools": [WEATHER, {"type": "function", "function": {"name": "a", "parameters": {"properties": {"b": {"format": "b"}}}}}]},
-            "tools[1].function.parameters",
-            "format",
-        ),
-        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "array"}}}]}, "tools[0].function.parameters", "'object'"),
+        ({"tools": [function(name="a", parameters={"typ": "object"})]}, PARAMETERS, "unknown keyword 'typ' at #; expected"),
+        ({"tools": [function(name="a", parameters={"properties": {"b": {"format": "b"}}})]}, PARAMETERS, "format"),
+        ({"tools": [function(name="a", parameters={"type": "array"})]}, PARAMETERS, "nearest: 'object'"),
         ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice", "nearest setting that works: 'required'"),
         (
             {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "get_wether"}}},
@@ -195,7 +191,7 @@ def test_what_the_template_is_told(scripted: Served) -> None:
         ({"chat_template_kwargs": {"enable_thinkin": True}}, "chat_template_kwargs", "nearest: enable_thinking"),
         ({"reasoning_effort": "lots"}, "reasoning_effort", "must be one of none, minimal"),
         ({"continue_final_message": True}, "continue_final_message", "needs a last message of the assistant"),
-        ({"messages": [{"role": "user", "content": "a", "tool_call_id": "b"}]}, "messages[0].tool_call_id", "of the role 'tool'"),
+        ({"messages": [{**USER[0], "tool_call_id": "b"}]}, "messages[0].tool_call_id", "of the role 'tool'"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "b"}]}]}, "messages[0].tool_calls[0]", "must be {"),
     ],
 )  # fmt: skip
