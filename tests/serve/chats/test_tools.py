@@ -12,7 +12,7 @@ from toolkit.driver import Driver
 from toolkit.serving.scripted import save_scripted
 from toolkit.serving.server import Served, error_of
 
-from specdec import SpecConfig, SpecDecoder, shipped
+from specdec import SamplingParams, SpecConfig, SpecDecoder, shipped
 
 PATH, PARAMETERS = "/v1/chat/completions", "tools[0].function.parameters"
 SCHEMA = {
@@ -91,6 +91,19 @@ def test_a_model_calls_by_itself(scripted: Served, speculate: bool) -> None:
     stream, chunks = streamed(scripted, tools=TOOLS, speculate=speculate)
     assert (stream["reasoning_content"], stream["content"]) == ("hi", "Lo") and called(stream) == called(message)
     assert chunks[-1]["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize("speculate", [True, False])
+def test_a_decoder_calls_too(scripted: Served, speculate: bool) -> None:
+    """Keeps out: tools in Python that differ from those over HTTP."""
+    answer = scripted.decoder.chat(USER, SamplingParams(max_tokens=200), tools=TOOLS, speculate=speculate)
+    message = ask(scripted, tools=TOOLS)["message"]
+    assert (answer.thought, answer.content) == ("hi", "Lo") and answer.generation.text.startswith("<think>hi</think>Lo<tool")
+    assert [(call.name, json.loads(call.arguments)) for call in answer.calls] == called(message)
+    with pytest.raises(ValueError, match="there are no tools"):
+        scripted.decoder.chat(USER, tool_choice="required")
+    plain = scripted.decoder.chat(USER, SamplingParams(max_tokens=4))
+    assert (plain.thought, plain.content, plain.calls) == ("hi", "", ())
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
