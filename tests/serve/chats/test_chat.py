@@ -126,7 +126,6 @@ def test_fields_that_change_nothing_are_taken(chat_served: Served) -> None:
             "response_format",
             "json_schema",
         ),
-        ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs.choice", "is not supported"),
         ({"structured_outputs": {"regex": "a", "grammar": "b"}}, "structured_outputs", "one of the keys json, regex, grammar"),
         ({"structured_outputs": {"regex": 3}}, "structured_outputs", "regex must be a string"),
         (
@@ -135,7 +134,6 @@ def test_fields_that_change_nothing_are_taken(chat_served: Served) -> None:
             "leave one or the other out",
         ),
         ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "structured_outputs", "ignore_eos"),
-        ({"safety_identifier": "x"}, "safety_identifier", "is not supported"),
         ({"max_tokens": 3, "max_completion_tokens": 3}, "max_tokens", "mean the same"),
         ({"max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens must be >= 1"),
         ({"max_tokens": 1000}, "messages", "nearest setting that works: max_tokens="),
