@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import sys
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import Field, dataclass, field
 from difflib import get_close_matches
@@ -45,6 +47,15 @@ def mark(error: BaseException, field: str) -> None:
 def field_of(error: BaseException) -> str:
     """The option that an error is about; empty where none is known."""
     return str(vars(error).get("field", ""))
+
+
+def warn_caller(message: str, within: Collection[str]) -> None:
+    """Warns at the line that called these modules, unless that is one of specdec's own: a door has judged what it was given."""
+    frame, level = sys._getframe(1).f_back, 3  # as warnings counts: this function is 1, its caller 2
+    while frame is not None and frame.f_globals.get("__name__") in within:
+        frame, level = frame.f_back, level + 1
+    if frame is not None and not str(frame.f_globals.get("__name__")).startswith("specdec."):
+        warnings.warn(message, stacklevel=level)
 
 
 def require_int(name: str, value: Any, low: int, high: float = math.inf) -> int:

@@ -5,8 +5,6 @@ Knows no model, so limits that depend on one (vocabulary, context) are checked a
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -14,7 +12,7 @@ from typing import Any, Literal, get_args
 
 from specdec import checks
 from specdec.grammar.keywords import schema_as_json
-from specdec.limits import MAX_AUTO_STEPS, MAX_CHOICES, MAX_LOGPROBS, MAX_PAUSE, MAX_STEPS
+from specdec.limits import MAX_AUTO_STEPS, MAX_CHOICES, MAX_PAUSE, MAX_STEPS, MOST_LOGPROBS
 
 MAX_SEED = 2**63 - 1
 AUTO_CHAINS, AUTO_TREES = (1, 2, 3, 4, 5, 7, 10), (3, 5, 7)  # the levels of the chains and trees that "auto" chooses from
@@ -23,6 +21,7 @@ MIN_AUTO_TREE = 8  # trees have as many nodes as allowed, half of them, and so o
 LogprobsMode = Literal["raw", "processed"]
 GrammarKind = Literal["json_schema", "regex", "grammar"]  # the fields of SamplingParams that say what the text must be
 GraphMode = Literal["round", "step", False]  # one CUDA graph a round, one a phase, or none
+MAKERS = (__name__, "dataclasses", "copy")  # modules that make options for whoever is to be warned
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -246,7 +245,8 @@ class SamplingParams:
     max_tokens: the most tokens to generate.
     temperature: 0 is greedy; top_p, top_k, min_p, top_n_sigma and seed then change nothing.
     seed: equal seeds give equal text, whatever the batch and the draft; None draws one.
-    stop: strings that end the text, and are not part of it.  stop_token_ids: ids that end it, besides the model's own EOS.
+    stop: strings that end the text.  stop_token_ids: ids that end it, besides the model's own EOS.  Neither is part of the
+    text, unless include_stop_str_in_output says so.
     ignore_eos: go on after the model's EOS.  min_tokens: nothing ends the text before so many tokens but max_tokens.
 
     These change the target's logits, in this order, and greedy decoding too:
@@ -268,6 +268,7 @@ class SamplingParams:
     logprobs: give each token's log-probability, and those of so many likeliest tokens; None gives none.
     logprobs_mode: "raw" for the probabilities before all options, "processed" for those after them: of the distribution that
     was sampled from, or, in greedy decoding, of the changed logits.
+    prompt_logprobs: the same of the prompt's tokens, always raw.  Such a prompt is computed whole: it uses no kept pages.
 
     These change no text.  prediction: what the answer may well be, as a text or ids.  sources: who may draft, by the names of
     Generation.sources; None: all.  speculate: False: nobody.
@@ -305,7 +306,7 @@ class SamplingParams:
     json_schema: str | Mapping[str, Any] | None = option(None, schema_as_json, step="grammar")
     regex: str | None = option(None, checks.require_text, step="grammar")
     grammar: str | None = option(None, checks.require_text, step="grammar")
-    logprobs: int | None = option(None, partial(checks.require_int, low=0, high=MAX_LOGPROBS))
+    logprobs: int | None = option(None, partial(checks.require_int, low=0, high=MOST_LOGPROBS))
     logprobs_mode: LogprobsMode = option(
         "raw", partial(checks.require_choice, choices=get_args(LogprobsMode), default="raw"), step="processed"
     )
@@ -323,6 +324,8 @@ class SamplingParams:
     prediction: str | Sequence[int] | None = option(None, checks.require_prediction, step="prediction", drafted=True)
     sources: Sequence[str] | None = option(None, checks.require_names, step="sources", drafted=True)
     speculate: bool = option(True, partial(checks.require_bool, nearest=True))
+    prompt_logprobs: int | None = option(None, partial(checks.require_int, low=0, high=MOST_LOGPROBS))
+    include_stop_str_in_output: bool = option(False, partial(checks.require_bool, nearest=False))
 
     def __post_init__(self) -> None:
         checks.store(self, **{name: declared.checked(name, getattr(self, name)) for name, declared in SAMPLING_OPTIONS.items()})
@@ -330,11 +333,11 @@ class SamplingParams:
             with checks.about(name):
                 raise ValueError(fault)
         if idle := idle_options(self.temperature, changed_options(self)):
-            _warn_caller(
-                f"{' and '.join(idle)} would do nothing at temperature=0 (greedy); give a temperature, or leave it out"
-            )
+            said = f"{' and '.join(idle)} would do nothing at temperature=0 (greedy); give a temperature, or leave it out"
+            checks.warn_caller(said, MAKERS)
         if self.temperature == 0 and self.n > 1:
-            _warn_caller(f"n={self.n} would give one text {self.n} times at temperature=0 (greedy); give a temperature")
+            said = f"n={self.n} would give one text {self.n} times at temperature=0 (greedy); give a temperature"
+            checks.warn_caller(said, MAKERS)
 
     def _faults(self) -> Iterator[tuple[str, str]]:
         """What is wrong with options that are right alone, and the option that is to be named."""
@@ -389,12 +392,3 @@ def changed_options(sampling: SamplingParams) -> list[str]:
 def idle_options(temperature: float, given: Collection[str]) -> list[str]:
     """Of the options that were given, those without effect at this temperature: greedy decoding looks at none of NOT_GREEDY."""
     return [name for name in NOT_GREEDY if name in given] if temperature == 0 else []
-
-
-def _warn_caller(message: str) -> None:
-    """Warns at the line that made the options, unless that is one of specdec's own: a door has judged what it was given."""
-    frame, level = sys._getframe(1).f_back, 3  # as warnings counts: this function is 1, its caller __post_init__ 2
-    while frame is not None and frame.f_globals.get("__name__") in (__name__, "dataclasses", "copy"):
-        frame, level = frame.f_back, level + 1
-    if frame is not None and not str(frame.f_globals.get("__name__")).startswith("specdec."):
-        warnings.warn(message, stacklevel=level)

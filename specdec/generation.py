@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -119,6 +120,26 @@ class NodeTable(NamedTuple):
         return NodeTable(self.tokens[:1], self.parents[:1], self.chosen[:1], self.scores[:1], self.sources[:1])
 
 
+class Emitted(NamedTuple):
+    """What a round emitted in one row, or a chunk for one of its parts.
+
+    tokens: of a round, the accepted draft tokens and then the target's own token.  Of a chunk, the first output token if the
+        prompt ends with the part, else nothing.  A token of -1 says that the target's logits were not finite.
+    logprobs: one for each of the tokens, and more, which mean nothing; empty where the launch needed none.
+    best: of a round, how many of the drafter's first choices were accepted, and how many that path has.
+    sources: of a round, for each accepted draft token a bit for each source that proposed it; empty: there is one source.
+    tree: of a round whose needs ask for trees; a plain round's is only a root.
+    scores: of a scored part, those of the prompt's tokens after its first one; see PromptPart.
+    """
+
+    tokens: list[int]
+    logprobs: Sequence[Logprobs] = ()
+    best: tuple[int, int] = (0, 0)
+    sources: Sequence[int] = ()
+    tree: NodeTable | None = None
+    scores: Sequence[Logprobs] = ()
+
+
 @dataclass(frozen=True)
 class Round:
     """One verify pass of a request: the tree, and where the target's path through it stands in the output.
@@ -182,6 +203,7 @@ class Generation:
     logprobs: one for each of token_ids; None if they were not asked for.
     predicted_tokens: how many tokens the request's prediction had.
     rounds: with the tree of each; None if trees were not asked for.
+    prompt_logprobs: one for each of prompt_token_ids, of which the first has none: None; None if they were not asked for.
     """
 
     prompt_token_ids: list[int]
@@ -194,6 +216,7 @@ class Generation:
     sources: list[str] = field(default_factory=list)
     predicted_tokens: int = 0
     rounds: list[Round] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -203,6 +226,7 @@ class Chunk:
     origins, sources: one for each of token_ids, as in Generation.
     logprobs: one for each of token_ids; None if they were not asked for.
     rounds: those that emitted these tokens; None if trees were not asked for.
+    prompt_logprobs: of the first chunk, as in Generation.
     """
 
     text: str
@@ -211,3 +235,4 @@ class Chunk:
     logprobs: list[TokenLogprob] | None = None
     sources: list[str] = field(default_factory=list)
     rounds: list[Round] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None

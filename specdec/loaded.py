@@ -25,6 +25,7 @@ from specdec.engine.loop import Engine
 from specdec.engine.output_queue import OutputQueue
 from specdec.engine.request import Request
 from specdec.generation import Generation
+from specdec.grammar.wait import Wait
 from specdec.loading.build import build_engine, ends_of, free_memory, grammars_of
 from specdec.loading.ranks import Ranks
 from specdec.loading.resolve import EngineSettings
@@ -257,11 +258,14 @@ class LoadedDecoder:
         speculate: bool = True,
         trees: bool = False,
         cache_salt: str | None = None,
+        wait: Wait | None = None,
+        all_tokens: bool = False,
     ) -> Request:
         """A checked request, for callers that submit it themselves.  ValueError, TypeError: of its ids, length or sampling.
 
         ids: of `encode`.  name: what errors call the prompt.  streaming: make the text token by token.  cache_salt: see
-        `generate`.
+        `generate`.  wait: from where on the grammar of `sampling` holds; None: from the first token.
+        all_tokens: whether special tokens are part of the text, by their names.
         """
         self.owner.check_open()
         self._check_salt(cache_salt)
@@ -280,17 +284,23 @@ class LoadedDecoder:
             check_encoder_input(prompt_ids, name, self.settings.longest_encoder_input(config))
             prompt_ids, encoder_ids = list(config.encoder.start_ids), prompt_ids
         check_length(prompt_ids, sampling, name, self.settings.max_seq_len, config.max_position)
+        if sampling.prompt_logprobs is not None and encoder_ids is not None:
+            with about("prompt_logprobs"):
+                fault = "prompt_logprobs needs a target whose decoder reads the prompt, and of this one the encoder does"
+                raise ValueError(f"{fault}; nearest setting that works: prompt_logprobs=None")
         bad_words = check_tokens(sampling, self.tokenizer, config.vocab_size)
         if (rule := sampling.grammar_rule) is not None:
             self.grammars.check(*rule)
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         drafts = speculate and sampling.speculate and self.head is not None
-        decode, left_after = self.tokenizer.decode, self.grammars.left_after
+        decode, left_after = self.tokenizer.decode_all if all_tokens else self.tokenizer.decode, self.grammars.left_after
         predicted = prediction_of(sampling, self.tokenizer, config.vocab_size, self.settings.max_seq_len)
         self._check_sources(sampling, speculate)
         names, scope = self.head.sources if self.head is not None else (), self._tables.scope_of(cache_salt)
         given = streaming, drafts, encoder_ids, bad_words, left_after, predicted, names, scope, trees
         request = Request.new(prompt_ids, sampling, seed, self.eos_ids, decode, *given)
+        if wait is not None and sampling.grammar_rule is not None:
+            request.choice = request.choice.waiting(wait)
         self.engine.check(request)
         return request
 

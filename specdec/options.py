@@ -240,6 +240,13 @@ class EngineOptions:
         metavar="SIZE",
     )
 
+    chat_template: str | Path | None = option(
+        None,
+        "a file with a chat template in Jinja's language, in the place of the target's own",
+        others=require_file,
+        metavar="FILE",
+    )
+
     draft_format: str = option(
         "auto",
         "layout of the draft head's folder; auto: by its config and tensor names; `specdec inspect` says which that is",

@@ -205,7 +205,7 @@ def run_bench(options: BenchOptions, on_progress: Progress = lambda *_: None) ->
     """Every batch size with every tree shape."""
     laps = Laps()
     on_progress("loading", 0, 1)
-    tokenizer = Tokenizer(resolve_target(options.target, "target"))
+    tokenizer = Tokenizer(resolve_target(options.target, "target"), options.engine.chat_template)
     asked, sampling = (options.taken, options.prompts_source, options.target), options.effective_sampling
     prompts = encode_prompts(*asked, tokenizer, sampling, options.engine, chat=options.chat)
     with start_ranks(options.engine) as ranks, closing(ranks):

@@ -102,7 +102,7 @@ def _load(
     from specdec.models.checkpoints.checkpoint import resolve_target
     from specdec.prompts.tokenizer import Tokenizer
 
-    tokenizer = Tokenizer(resolve_target(target, "target"))
+    tokenizer = Tokenizer(resolve_target(target, "target"), engine.chat_template)
     prompts = encode_prompts(listed, str(source), target, tokenizer, sampling, engine, chat=args.chat)
     length = engine.max_seq_len or max(map(len, prompts)) + sampling.max_tokens
     engine = replace(engine, max_seq_len=length)

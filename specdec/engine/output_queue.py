@@ -76,4 +76,5 @@ def joined(chunks: Sequence[Chunk]) -> Chunk:
     sources = [source for chunk in chunks for source in chunk.sources]
     rounds = None if chunks[0].rounds is None else [each for chunk in chunks for each in chunk.rounds or ()]
     text = "".join(chunk.text for chunk in chunks)
-    return Chunk(text, ids, origins, None if chunks[0].logprobs is None else logprobs, sources, rounds)
+    own = None if chunks[0].logprobs is None else logprobs
+    return Chunk(text, ids, origins, own, sources, rounds, chunks[0].prompt_logprobs)

@@ -19,13 +19,14 @@ from specdec.engine.failures import no_token
 from specdec.engine.launches.launch import Launch, Planned
 from specdec.engine.launches.mixing import Mixing
 from specdec.engine.launches.rows import BatchRows
-from specdec.engine.needs import BatchNeeds
+from specdec.engine.needs import BatchNeeds, tops_for
 from specdec.engine.pages.admission import Admission
 from specdec.engine.pages.sharing import RowSharing
 from specdec.engine.pages.text_pages import EntryDecision, TextPages
 from specdec.engine.request import Request, RequestState, tokens_of
 from specdec.engine.speculation import Speculation
 from specdec.engine.totals import Totals
+from specdec.generation import Emitted
 
 
 class Scheduler:
@@ -175,12 +176,12 @@ class Scheduler:
     def next(self) -> Launch | None:
         """The next pass: a chunk, a round, or both in one; without `mixing` they take turns.  None: there is nothing to launch.
 
-        They take turns, too, where any request has a grammar, because its rounds run phase by phase.
+        They take turns, too, where a request has a grammar, because its rounds run phase by phase, or its prompt is scored.
         """
         entering = any(not state.runs for state in self.states)
         running = sum(state.runs and state.tokens_left > 0 for state in self.states)
-        has_grammar = any(state.request.choice.grammar for state in self.states)
-        if entering and running and self.mixing and not has_grammar:
+        is_special = any(state.request.choice.grammar or (state.request.is_scored and not state.runs) for state in self.states)
+        if entering and running and self.mixing and not is_special:
             launch = self._next_round()  # planned first, so that prompts which end in the chunk are not among its rows
             (planned,) = launch.planned
             assert isinstance(planned.step, steps.RunRound)
@@ -210,7 +211,7 @@ class Scheduler:
         """All numbers of rows that rounds may compute."""
         return sorted({self._padded(rows + 1) for rows in range(self.batch.count)})
 
-    def take(self, launch: Launch, emitted: list[steps.Emitted], ended: Sequence[int], seconds: float | None) -> None:
+    def take(self, launch: Launch, emitted: list[Emitted], ended: Sequence[int], seconds: float | None) -> None:
         """Hands a launch's tokens to its requests.  Requests that have ended since the launch take none.
 
         ended: see Pending.  seconds: what a timed round took; None if the launch was not timed.
@@ -222,9 +223,7 @@ class Scheduler:
                 self.totals.chunks += 1
                 self._take(planned, own)
 
-    def _take_round(
-        self, planned: Planned, emitted: Sequence[steps.Emitted], ended: Sequence[int], seconds: float | None
-    ) -> None:
+    def _take_round(self, planned: Planned, emitted: Sequence[Emitted], ended: Sequence[int], seconds: float | None) -> None:
         step = planned.step
         assert isinstance(step, steps.RunRound)
         self.totals.rounds += 1
@@ -237,18 +236,19 @@ class Scheduler:
                 state.request.drafted_until = max(0, tokens_of([state]) - self.speculation.pause)
         self._take(planned, emitted)
 
-    def _take(self, planned: Planned, emitted: Sequence[steps.Emitted]) -> None:
+    def _take(self, planned: Planned, emitted: Sequence[Emitted]) -> None:
         """Hands the tokens of one chunk or round to its requests."""
         step = planned.step
         for index, (state, row) in enumerate(zip(planned.states, emitted, strict=False)):  # a round's padding comes last
-            if state is None or not row.tokens:
+            if state is None or not (row.tokens or row.scores):
                 continue
-            state.unread -= 1
-            if not state.request.is_done:
-                tree = None
-                if isinstance(step, steps.RunRound):
-                    tree = (step.drafted, step.depths) if planned.speculates[index] else (0, 0)
-                self._hand_out(state, row, tree)
+            state.unread -= bool(row.tokens)
+            if state.request.is_done:
+                continue
+            if isinstance(step, steps.RunRound):
+                self._hand_out(state, row, (step.drafted, step.depths) if planned.speculates[index] else (0, 0))
+            else:
+                self._hand_out(state, row, None, step.parts[index].start)
 
     def _next_chunk(self, running: int, budget: ChunkBudget) -> Planned:
         entering = [(row, state) for row, state in enumerate(self.states) if not state.runs]
@@ -266,9 +266,9 @@ class Scheduler:
         cost = sum(self.budget.cost(part.start, len(part.token_ids)) for part in parts)
         cost += sum(self.budget.cost(0, len(part.encoder_input.token_ids)) for part in parts if part.encoder_input)
         drafted = any(self._speculates(state.request) for state in states if state is not None)
-        return Planned(
-            steps.RunChunk(tuple(parts), self._needs(ending), drafted, cost, self.budget.may_capture(cost, running)), states
-        )
+        may_capture = self.budget.may_capture(cost, running)
+        tops = max(state.request.sampling.prompt_logprobs or 0 for state in states if state is not None)
+        return Planned(steps.RunChunk(tuple(parts), self._needs(ending), drafted, cost, may_capture, tops_for(tops)), states)
 
     def _next_round(self) -> Launch:
         states = [state if state.runs else None for state in self.states]
@@ -331,13 +331,17 @@ class Scheduler:
 
     # ---- endings ----
 
-    def _hand_out(self, state: RequestState, emitted: steps.Emitted, tree: tuple[int, int] | None) -> None:
+    def _hand_out(self, state: RequestState, emitted: Emitted, tree: tuple[int, int] | None, start: int = 0) -> None:
         """Gives a request its tokens.  If that fails, because of its tokenizer for example, only this request fails.
 
-        tree: how many draft tokens and levels the round's tree had; None: the token is the first after the prompt.
+        tree: how many draft tokens and levels the round's tree had; None: of a chunk.  start: where its part begins.
         """
         request, before = state.request, len(state.request.output.token_ids)
         try:
+            if emitted.scores:
+                request.take_scores(start, emitted.scores)
+            if not emitted.tokens:
+                return
             if emitted.tokens[-1] < 0:  # no token is accepted after such a one, so it is always the last of its launch
                 raise no_token(request, emitted.tokens[:-1], is_first=tree is None)
             if tree is None:

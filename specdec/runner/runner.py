@@ -186,7 +186,8 @@ class DeviceRunner:
         """What the chunk emits."""
         read, parts = partial(FirstTokens.read, wanted=[part.emits for part in step.parts]), len(step.parts)
         logprobs = None if first.logprobs_BY is None else first.logprobs_BY[:parts]
-        return EmittedPending(self.readback, first.tokens_B[:parts], read, logprobs)
+        scores = None if first.scores_RY is None else (first.scores_RY, [part.num_scores for part in step.parts])
+        return EmittedPending(self.readback, first.tokens_B[:parts], read, logprobs, scores=scores)
 
     def _mixed(self, step: steps.RunMixed) -> steps.Pending:
         if self.clock.enabled:  # phases are timed by themselves

@@ -12,18 +12,19 @@ from specdec.serve.endpoints import Endpoints, ReadMetrics
 from specdec.serve.log import CLIENT_GONE
 from specdec.serve.middleware import ENTRY, OPEN_PATHS, RequestMiddleware
 from specdec.serve.page.files import FOLDER, front_page, page_file
+from specdec.serve.responses.request import RESPONSES
 from specdec.serve.state import ServerState
 from specdec.serve.wire.errors import ApiError, ClientGone, ErrorAnswer
 from specdec.serve.wire.fields import CHAT, COMPLETIONS, CORPUS, DRAFTING
 
-PATHS = ("/v1/models", COMPLETIONS, CHAT, CORPUS, DRAFTING, *OPEN_PATHS)
+PATHS = ("/v1/models", COMPLETIONS, CHAT, RESPONSES, CORPUS, DRAFTING, "/tokenize", "/detokenize", "/version", *OPEN_PATHS)
 # Where callers look for what stands under another path here, or nowhere; names that look alike would lead astray.
 ELSEWHERE = {
-    "/v1/responses": CHAT, "/v1/messages": CHAT, "/v1/chat": CHAT, "/api/chat": CHAT, "/api/generate": COMPLETIONS,
+    "/v1/messages": CHAT, "/v1/chat": CHAT, "/api/chat": CHAT, "/api/generate": COMPLETIONS,
     "/generate": COMPLETIONS, "/v1/generate": COMPLETIONS, "/v1/engines": "/v1/models", "/v1": "/v1/models",
     "/healthz": "/health", "/livez": "/health", "/readyz": "/ready", "/docs": "docs/SERVING.md of specdec",
 }  # fmt: skip
-ABSENT = ("embeddings", "rerank", "moderations", "images", "audio", "files", "batches", "assistants", "threads", "tokenize")
+ABSENT = ("embeddings", "rerank", "moderations", "images", "audio", "files", "batches", "assistants", "threads")
 
 
 def app_of(state: ServerState, read_metrics: ReadMetrics | None = None) -> FastAPI:
@@ -37,8 +38,12 @@ def app_of(state: ServerState, read_metrics: ReadMetrics | None = None) -> FastA
     for path, endpoint, methods in (
         (COMPLETIONS, endpoints.completions, ["POST"]),
         (CHAT, endpoints.chat, ["POST"]),
+        (RESPONSES, endpoints.responses, ["POST"]),
         (CORPUS, endpoints.corpus, ["POST"]),
         (DRAFTING, endpoints.drafting, ["GET", "HEAD", "POST"]),
+        ("/tokenize", endpoints.tokenize, ["POST"]),
+        ("/detokenize", endpoints.detokenize, ["POST"]),
+        ("/version", endpoints.version, ["GET", "HEAD"]),
         ("/v1/models", endpoints.models, ["GET", "HEAD"]),
         ("/v1/models/{name:path}", endpoints.model, ["GET", "HEAD"]),
         ("/health", endpoints.health, ["GET", "HEAD"]),

@@ -5,17 +5,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from specdec.serve.generate import make_requests, run_all
+from specdec import __version__
+from specdec.serve.chats.reply_stream import writer_of
+from specdec.serve.generate import make_requests, prompts_of, run_all
 from specdec.serve.metrics import registry_of
 from specdec.serve.middleware import ENTRY
+from specdec.serve.responses.endpoint import answer_response
 from specdec.serve.state import ServerState
 from specdec.serve.stream import EventStream
+from specdec.serve.tokens.endpoints import answer_detokenize, answer_tokenize
 from specdec.serve.wire.answers import AnswerHeading, model_card, whole_answer
 from specdec.serve.wire.body import parse_object, read_body
 from specdec.serve.wire.corpus import corpus_answer, read_corpus_plan
@@ -40,12 +45,13 @@ class Endpoints:
     async def chat(self, request: Request) -> Response:
         return await self._generate(request, CHAT)
 
+    async def responses(self, request: Request) -> Response:
+        return await answer_response(self._state, request, await self._body(request))
+
     async def corpus(self, request: Request) -> Response:
         """Adds or replaces texts of which drafts are made.  They are encoded on another thread than the event loop's."""
         state = self._state
-        state.check_open()
-        body = await read_body(request.receive, request.headers, state.options.max_body_bytes, state.options.read_seconds)
-        name, texts = read_corpus_plan(parse_object(body))
+        name, texts = read_corpus_plan(await self._body(request))
         setting = state.decoder.prepared(lambda decoder: decoder.set_corpus(name, texts))
         try:
             tokens = await state.unless_gone(setting, request.receive)
@@ -58,8 +64,7 @@ class Endpoints:
         state, decoder = self._state, self._state.decoder.decoder
         if request.method == "POST":
             state.check_open()
-            body = await read_body(request.receive, request.headers, state.options.max_body_bytes, state.options.read_seconds)
-            enabled = only_used(parse_object(body), ("enabled",), {}, "").get("enabled")
+            enabled = only_used(parse_object(await self._body(request)), ("enabled",), {}, "").get("enabled")
             if not isinstance(enabled, bool):
                 raise wrong("enabled", 'enabled must be true or false; nearest thing that works: {"enabled": true}')
             if decoder.head is None:
@@ -67,6 +72,15 @@ class Endpoints:
             decoder.set_drafting(enabled)
             await asyncio.to_thread(decoder.owner.settle)
         return JSONResponse({"object": "drafting", "enabled": decoder.is_drafting})
+
+    async def tokenize(self, request: Request) -> Response:
+        return await answer_tokenize(self._state, request, await self._body(request))
+
+    async def detokenize(self, request: Request) -> Response:
+        return await answer_detokenize(self._state, await self._body(request))
+
+    async def version(self, request: Request) -> Response:
+        return JSONResponse({"version": __version__})
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._card()]})
@@ -99,22 +113,30 @@ class Endpoints:
         state = self._state
         return model_card(state.options.name, state.created, state.max_seq_len)
 
-    async def _generate(self, request: Request, path: str) -> Response:
-        """Everything is checked before the status is sent, so a stream never fails for what it was given."""
-        state, entry = self._state, request.scope[ENTRY]
+    async def _body(self, request: Request) -> dict[str, Any]:
+        """The JSON object that a request brings."""
+        state = self._state
         state.check_open()
         options = state.options
-        body = await read_body(request.receive, request.headers, options.max_body_bytes, options.read_seconds)
-        plan = read_plan(parse_object(body), path, state.options.name, state.options.max_tokens_cap)
+        return parse_object(await read_body(request.receive, request.headers, options.max_body_bytes, options.read_seconds))
+
+    async def _generate(self, request: Request, path: str) -> Response:
+        """Everything is checked before the status is sent, so a stream never fails for what it was given."""
+        state, entry, options = self._state, request.scope[ENTRY], self._state.options
+        limits = options.max_tokens_cap, options.max_logprobs, options.lenient
+        plan = read_plan(await self._body(request), path, options.name, *limits)
         entry.plan(plan, state.options.log_prompts)
         heading = AnswerHeading(("chatcmpl-" if plan.is_chat else "cmpl-") + entry.id.removeprefix("req-"), state.options.name)
         with ExitStack() as held:
             state.check_open()  # again: the body may have taken its time
             queued = held.enter_context(state.queue.enter(plan.choices, "n" if plan.n > 1 else plan.prompt_field))
-            making = make_requests(state.decoder, plan, state.options.max_tokens_cap)
-            queued.requests = await state.unless_gone(making, request.receive)
+            making = make_requests(state.decoder, plan, state.options.max_tokens_cap, state.form)
+            made = await state.unless_gone(making, request.receive)
+            queued.requests = made.requests
+            prompts = prompts_of(state.decoder.decoder, plan, made.requests)
             if plan.stream:
-                return EventStream(state, plan, queued.requests, heading, held.pop_all(), entry)
-            generations = await state.unless_gone(run_all(state.decoder, queued.requests), request.receive)
+                writer = writer_of(heading, plan, prompts, state.piece, made.reader)
+                return EventStream(state, plan, made.requests, writer, held.pop_all(), entry)
+            generations = await state.unless_gone(run_all(state.decoder, made.requests), request.receive)
         entry.finished(plan, generations, state.options.log_prompts)
-        return JSONResponse(whole_answer(heading, plan, generations, state.piece))
+        return JSONResponse(whole_answer(heading, plan, generations, prompts, state.piece, made.reader))

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specdec.generation import Generation
+from specdec.prompts.chat import ChatPrompt
 from specdec.serve.process.output import json_line
 from specdec.serve.wire.answers import FINISH_REASONS, usage
 from specdec.serve.wire.errors import MAX_MESSAGE_LENGTH, REQUEST_FAILED, ApiError
@@ -42,7 +43,7 @@ class LogEntry:
     def plan(self, plan: RequestPlan, log_prompts: bool) -> None:
         self.notes |= {"stream": plan.stream, "prompts": len(plan.prompts), "choices": plan.choices}
         if log_prompts:
-            self.notes["prompt_texts"] = list(plan.prompts)
+            self.notes["prompt_texts"] = [each.messages if isinstance(each, ChatPrompt) else each for each in plan.prompts]
 
     def finished(self, plan: RequestPlan, generations: Sequence[Generation], log_prompts: bool) -> None:
         counted = usage(plan, generations)

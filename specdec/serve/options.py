@@ -11,7 +11,9 @@ import os
 from dataclasses import dataclass, fields
 from typing import Any
 
+from specdec.chat.form import AUTO, REASONING_PARSERS, TOOL_PARSERS
 from specdec.checks import option, setting_of
+from specdec.limits import MAX_LOGPROBS, MOST_LOGPROBS
 from specdec.serve.access.names import hosts_of, origins_of
 
 KEY_VARIABLE = "SPECDEC_API_KEY"
@@ -81,6 +83,9 @@ class ServeOptions:
         "the most output tokens that a request may ask for; default: what the context and the KV pool hold",
         bounds=(1, math.inf),
     )
+    max_logprobs: int = option(
+        MAX_LOGPROBS, "the most likeliest tokens whose log-probabilities a request may ask for", bounds=(0, MOST_LOGPROBS)
+    )
     grace_seconds: int = option(
         30, "after SIGTERM or Ctrl-C, how long requests that run may take to finish", bounds=(0, 24 * 3600)
     )
@@ -91,6 +96,17 @@ class ServeOptions:
         others=_read_aliases,
         metavar="NAMES",
     )
+    tool_parser: str = option(
+        AUTO,
+        "how the model writes calls of tools; auto: as its chat template tells; none: requests with tools are refused",
+        choices=TOOL_PARSERS,
+    )
+    reasoning_parser: str = option(
+        AUTO,
+        "how the model marks thoughts, which answers then hold apart; auto: as its chat template tells; none: not at all",
+        choices=REASONING_PARSERS,
+    )
+    lenient: bool = option(False, "leave out fields of requests that this server does not know, in place of an error")
     page: bool = option(True, "answer / with a playground, a page that uses this API and holds no caller's data")
     log_prompts: bool = option(False, "write prompts and output texts to the log, which otherwise holds no text of any request")
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from starlette.types import Receive
 
 from specdec.async_decoder import AsyncSpecDecoder
+from specdec.prompts.replies import form_of
 from specdec.serve.access.checks import HostCheck, OriginCheck
 from specdec.serve.limits import KeyCheck, Queue
 from specdec.serve.log import ENDS, write_line
@@ -47,6 +48,7 @@ class ServerState:
 
     is_draining: whether the server takes no more requests.
     max_seq_len: the most tokens of a prompt and its output.  piece: the text of a token.
+    form: how the model writes calls of tools and thoughts.
     """
 
     def __init__(self, decoder: AsyncSpecDecoder, options: ServeOptions, times: ServeTimes = TIMES) -> None:
@@ -58,6 +60,7 @@ class ServerState:
             auditor.tell = lambda said: write_line("server", {"level": "error", "message": said})
         settings = decoder.decoder.settings
         self.max_seq_len, self.piece = settings.max_seq_len, decoder.decoder.tokenizer.piece
+        self.form = form_of(decoder.decoder.tokenizer, options.tool_parser, options.reasoning_parser)
         self.queue = Queue(settings.options.max_batch_size + options.max_queue)
         self.created = int(time.time())
         self.counts = Counts()

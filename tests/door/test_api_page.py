@@ -125,7 +125,7 @@ def test_the_page_is_read_as_it_is_meant() -> None:
     assert items(section("A", page)) == ["x", "f(a, b)", "g"] and names(section("A", page)) == ["x", "f", "g"]
     assert names(section("A.f", page)) == ["a"] and section("C", page) == ""
     assert documented_flags("B", page) == {"--seed", "--off", "FILE"}
-    assert members(specdec.Chunk) == {"text", "token_ids", "origins", "sources", "logprobs", "rounds"}
+    assert members(specdec.Chunk) == {"text", "token_ids", "origins", "sources", "logprobs", "rounds", "prompt_logprobs"}
     assert "engine" in members(specdec.SpecDecoder)
 
 

@@ -151,6 +151,8 @@ class Admission:
 
     def _look_up(self, cache: PrefixCache, request: Request, drafted: bool) -> list[Node]:
         """`PrefixCache.find`, which takes long for a long text; the one that waits is looked up before each launch."""
+        if request.is_scored:
+            return []
         asked = request, request.text_length, drafted, cache.changes
         if self._looked_up is None or self._looked_up[0] != asked:
             self._looked_up = asked, cache.find(request.text, drafted)
@@ -202,7 +204,7 @@ class Admission:
         layers it must hold a state there, so the others are asked to keep theirs.
         found: what the cache holds now.
         """
-        if self.cache is None:
+        if self.cache is None or request.is_scored:
             return False
         text, size, waits = request.text, self.pool.page_size, False
         for other in others:

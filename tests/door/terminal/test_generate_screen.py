@@ -28,8 +28,7 @@ from toolkit.oracles.encoder_decoders import save_encoder_decoder, save_head
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder, cli, shipped
 from specdec.cli.terminal.screen import CONTROLS, DRAFTED, OWN, PROMPT, SEVERAL, SOURCES, Screen, harmless
-from specdec.generation import Generation
-from specdec.steps import Emitted
+from specdec.generation import Emitted, Generation
 from specdec.trace.pieces import TokenPieces
 
 PAINTED = re.compile(r"\x1b\[(\d+)m(.*?)\x1b\[0m", re.S)
