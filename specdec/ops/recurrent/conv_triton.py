@@ -50,7 +50,9 @@ def tree_convolution_kernel(
     C: tl.constexpr, CHANNELS: tl.constexpr, W: tl.constexpr, N: tl.constexpr, E: tl.constexpr, CHAIN: tl.constexpr,
     SILU: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program computes STEPS times ROWS nodes, of some of the first CHANNELS.  What is a round old it reads before its wait."""
+    """A program computes STEPS times ROWS nodes, of some of the first CHANNELS.  What is a round old
+    it reads before its wait.
+    """
     b, group = tl.program_id(2).to(tl.int64), tl.program_id(1)
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ok_C = c < CHANNELS

@@ -85,8 +85,8 @@ def ssd_tree_hopper_kernel(
     out,  # [B * N, H, V]
     stride_y, stride_dt, stride_x, stride_conv, stride_inputs, stride_state, stride_k, stride_u, stride_decay,
     N: gl.constexpr, E: gl.constexpr, G: gl.constexpr, H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, W: gl.constexpr,
-    SILU: gl.constexpr, STEPS: gl.constexpr, CHAIN: gl.constexpr, P: gl.constexpr, GROUP: gl.constexpr, SLICES: gl.constexpr, AT_ONCE: gl.constexpr, PDL: gl.constexpr,
-    num_warps: gl.constexpr,
+    SILU: gl.constexpr, STEPS: gl.constexpr, CHAIN: gl.constexpr, P: gl.constexpr, GROUP: gl.constexpr, SLICES: gl.constexpr,
+    AT_ONCE: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     BLOCK_V: gl.constexpr = 16 * num_warps
     BLOCKS: gl.constexpr = V // BLOCK_V

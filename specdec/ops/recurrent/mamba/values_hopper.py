@@ -59,7 +59,7 @@ def store_above(above_P, W: gl.constexpr, P: gl.constexpr):
 
 @gluon.jit
 def read_inputs(x, stride_x, above_smem, N: gl.constexpr, W: gl.constexpr, P: gl.constexpr, layout: gl.constexpr):
-    """Of each node, and of those 1, 2, .. before it, [S, 16, V] each; anything where there is none.  x: at the first channel."""
+    """Of each node, and of those 1, 2, .. before it, [S, 16, V] each; zeros where there is none.  x: at the first channel."""
     s, n, v = places(P, layout)
     n = 16 * s + n
     inputs = (gl.load(x + n * stride_x + v, mask=n + v * 0 < N, other=0.0),)
