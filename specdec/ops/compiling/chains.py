@@ -164,8 +164,7 @@ GROUPS = (
         {
             "ssd_step": "bias conv count decay_left inputs_left k_left path read state u_left weight",
             "ssd_tree": "count decay_left k_left parents path read state u_left",
-            "ssd_tree_hopper": "A_log D bias conv count decay_left dt_bias inputs_left k_left parents path read state u_left "
-            "weight",
+            "ssd_tree_hopper": "A_log D count decay_left dt_bias k_left parents path read state u_left",
             "chunk_prepare": "",
             "chunk_scan": "",
             "tree_nodes": "parents",

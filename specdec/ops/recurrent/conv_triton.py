@@ -45,17 +45,15 @@ def tree_convolution_kernel(
     read, write, count,  # [B]
     path,  # [B, E]
     parents,  # [B, N]
-    out,  # [B * N, CHANNELS]
+    out,  # [B * N, C]
     stride_x, stride_conv, stride_left,
-    C: tl.constexpr, CHANNELS: tl.constexpr, W: tl.constexpr, N: tl.constexpr, E: tl.constexpr, CHAIN: tl.constexpr,
-    SILU: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    C: tl.constexpr, W: tl.constexpr, N: tl.constexpr, E: tl.constexpr, CHAIN: tl.constexpr, SILU: tl.constexpr,
+    STEPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program computes STEPS times ROWS nodes, of some of the first CHANNELS.  What is a round old
-    it reads before its wait.
-    """
+    """A program computes STEPS times ROWS nodes.  What is a round old it reads before its wait."""
     b, group = tl.program_id(2).to(tl.int64), tl.program_id(1)
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    ok_C = c < CHANNELS
+    ok_C = c < C
     number, accepted = tl.load(read + b, cache_modifier=".cg"), tl.load(count + b, cache_modifier=".cg")
     weights, rows, lasts = weights_of(weight, bias, c, ok_C, C, W), (), ()
     for w in tl.static_range(W):  # the last inputs of the text, its pending path included
@@ -76,7 +74,7 @@ def tree_convolution_kernel(
         y_C = x_C.to(tl.float32) * weights[W] + weights[W + 1]
         for w in tl.static_range(W - 1, -1, -1):
             y_C += lasts[w].to(tl.float32) * weights[w]
-        tl.store(out + b * CHANNELS + c, ended(y_C, SILU, ASM).to(out.dtype.element_ty), mask=ok_C)
+        tl.store(out + b * C + c, ended(y_C, SILU, ASM).to(out.dtype.element_ty), mask=ok_C)
     else:
         from_x, from_parents = x + b * N * stride_x, parents + b * N
         n = group * STEPS * ROWS + tl.arange(0, ROWS)
@@ -100,8 +98,7 @@ def tree_convolution_kernel(
                 y_NC += x_NC.to(tl.float32) * weights[tap][None, :]
             # Stores come last: no load is moved in front of one.
             tl.store(left + number * stride_left + n[:, None] * C + c[None, :], own_NC, mask=ok_NC)
-            to_out_NC = out + (b * N + n)[:, None] * CHANNELS + c[None, :]
-            tl.store(to_out_NC, ended(y_NC, SILU, ASM).to(out.dtype.element_ty), mask=ok_NC)
+            tl.store(out + (b * N + n)[:, None] * C + c[None, :], ended(y_NC, SILU, ASM).to(out.dtype.element_ty), mask=ok_NC)
 
 
 @triton.jit
@@ -184,24 +181,22 @@ def _input(place, from_conv, from_x, stride_x, ok_C, C: tl.constexpr, W: tl.cons
 
 
 def launch_tree_convolution(
-    x_TC: Tensor, conv: Convolution, layer: ConvStates, steps: TreeSteps, tiles: ConvTiles | None = None,
-    channels: int | None = None,
-) -> Tensor:  # fmt: skip
-    """`conv.tree_convolution`: [T, C].  channels: if given, of the first so many alone, and the others' memory is left."""
+    x_TC: Tensor, conv: Convolution, layer: ConvStates, steps: TreeSteps, tiles: ConvTiles | None = None
+) -> Tensor:
+    """`conv.tree_convolution`: [T, C]."""
     (B, N), E = steps.parents_BN.shape, steps.path_BE.shape[1]
     C, W = check_convolution(x_TC, conv, layer, steps)
-    channels = channels or C
-    left_LNC, out_TC = layer.x_LNC, x_TC.new_empty(B * N, channels)
+    left_LNC, out_TC = layer.x_LNC, torch.empty_like(x_TC, memory_format=torch.contiguous_format)
     tiles = tiles or (ONE if N == 1 else CHAIN if steps.is_chain else TREE)
-    block = min(tiles.channels, triton.next_power_of_2(channels))
-    blocks, steps_in_all = triton.cdiv(channels, block), triton.cdiv(N, tiles.rows)
+    block = min(tiles.channels, triton.next_power_of_2(C))
+    blocks, steps_in_all = triton.cdiv(C, block), triton.cdiv(N, tiles.rows)
     if B:
         own = triton.cdiv(steps_in_all, max(1, tiles.programs // (blocks * B)))
         tree_convolution_kernel[(blocks, triton.cdiv(steps_in_all, own), B)](
             x_TC, *conv[:2], layer.conv_PWC, left_LNC, steps.read_B, steps.write_B, steps.count_B, steps.path_BE,
-            steps.parents_BN, out_TC, x_TC.stride(0), layer.conv_PWC.stride(0), left_LNC.stride(0), C=C,
-            CHANNELS=channels, W=W, N=N, E=E, CHAIN=steps.is_chain, SILU=conv.silu, STEPS=own, ROWS=tiles.rows, BLOCK=block,
-            ASM=x_TC.is_cuda, num_warps=tiles.warps, **chained(x_TC.device),
+            steps.parents_BN, out_TC, x_TC.stride(0), layer.conv_PWC.stride(0), left_LNC.stride(0), C=C, W=W, N=N, E=E,
+            CHAIN=steps.is_chain, SILU=conv.silu, STEPS=own, ROWS=tiles.rows, BLOCK=block, ASM=x_TC.is_cuda,
+            num_warps=tiles.warps, **chained(x_TC.device),
         )  # fmt: skip
     return out_TC
 

@@ -62,12 +62,10 @@ def convolved_tree_outputs(
 ) -> Tensor:  # fmt: skip
     """[T, H, V]: of what the convolution reads."""
     assert layer.rule is not None
-    if use_kernels(x_TC):
+    if use_kernels(x_TC) and steps.parents_BN.shape[1] == 1:
         from specdec.ops.recurrent.mamba.ssd_step_triton import launch_convolved_step
-        from specdec.ops.recurrent.mamba.ssd_tree_triton import launch_convolved_ssd_tree
 
-        launch = launch_convolved_step if steps.parents_BN.shape[1] == 1 else launch_convolved_ssd_tree
-        return launch(x_TC, conv, gates, layer, steps)
+        return launch_convolved_step(x_TC, conv, gates, layer, steps)
     return tree_outputs(tree_convolution(x_TC, conv, layer.conv, steps), gates, layer.rule, steps)
 
 

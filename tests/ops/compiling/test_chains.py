@@ -34,7 +34,7 @@ NEVER_WRITTEN = {  # by kernels: arguments that may be read through L1 before a 
     "rope_store": "table",  # rotations, also in the next three
     "single_query_attention": "norm table",
     "ssd_step": "bias weight",
-    "ssd_tree_hopper": "A_log D bias dt_bias weight",
+    "ssd_tree_hopper": "A_log D dt_bias",
     "store_index": "table",
     "store_latent": "table",
     "scan": "offsets",  # from a drafter's token ids to the target's

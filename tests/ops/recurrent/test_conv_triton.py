@@ -46,18 +46,6 @@ def test_trees_equal_the_definition(
     equal_memory(layer, now.layer, 0)
 
 
-def test_the_first_channels_alone() -> None:
-    """Keeps out: rows of outputs at the distance of all channels, and memory of channels that another kernel convolves."""
-    now, first = in_the_middle(SIZES, 6, False, torch.float32, seed=3), 64
-    layer, conv = copied(now.layer, DEVICE), conv_of(now.weights, True, True)
-    inputs = now.x_TC.to(DEVICE), on_device(conv), layer.conv, moved(now.steps, DEVICE)
-    got = launch_tree_convolution(*inputs, channels=first).cpu()
-    want, before = tree_convolution(now.x_TC, conv, copied(now.layer, torch.device("cpu")).conv, now.steps), now.layer
-    torch.testing.assert_close(got, want[:, :first], atol=1e-5, rtol=1e-5)
-    for ours, theirs in zip(layer.conv, before.conv, strict=True):
-        torch.testing.assert_close(ours.cpu()[:, :, first:], theirs[:, :, first:], rtol=0, atol=0, equal_nan=True)
-
-
 @pytest.mark.parametrize(
     ("lengths", "kept", "after", "dtype", "biased", "silu"),
     [

@@ -8,10 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.ops.recurrent.conv import Convolution
 from specdec.ops.recurrent.mamba.ssd_hopper_tiles import SsdHopperTiles
-from specdec.ops.recurrent.mamba.ssd_tree_triton import SsdTiles, launch_convolved_ssd_tree, launch_ssd_tree
-from specdec.ops.recurrent.ssd import SsdGates, convolved_tree_outputs, tree_outputs
+from specdec.ops.recurrent.mamba.ssd_tree_triton import SsdTiles, launch_ssd_tree
+from specdec.ops.recurrent.ssd import SsdGates, tree_outputs
 from specdec.ops.recurrent.states import LayerStates, TreeSteps
 from toolkit.kernels import DEVICE
 from toolkit.recurrent.made import Sizes, path_to, poisoned, random_tree, steps_of
@@ -82,41 +81,12 @@ def broken_in(now: SsdRound, sizes: Sizes, broken: str, node: int) -> None:
             now.y_TC[nodes * row + node, columns[broken]] = torch.inf if row % 2 else torch.nan
 
 
-def with_inputs(now: SsdRound, sizes: Sizes, biased: bool) -> Convolution:
-    """A convolution in front of the rule, whose last inputs, and those that nodes left, are put into the layer's memory."""
-    inputs, C, dtype = now.layer.conv, sizes.C, now.y_TC.dtype
-    for number in (2, 4, 9):
-        inputs.conv_PWC[number] = torch.randn(sizes.Z - 1, C).to(dtype)
-    inputs.x_LNC[[2, 4]] = torch.randn(2, *inputs.x_LNC.shape[1:]).to(dtype)
-    return Convolution(torch.randn(sizes.Z, C).to(dtype), torch.randn(C).to(dtype) if biased else None)
-
-
-def conv_on_device(conv: Convolution) -> Convolution:
-    return Convolution(conv.weight_ZC.to(DEVICE), None if conv.bias_C is None else conv.bias_C.to(DEVICE), conv.silu)
-
-
-def check_convolved_trees(now: SsdRound, conv: Convolution, tolerance: float, tiles: SsdHopperTiles | None = None) -> Tensor:
-    """As below, of what the convolution reads, whose rows may be strided."""
-    gates, layer, C = now.weights.gates(now.dt_TH), copied(now.layer, DEVICE), now.y_TC.shape[1]
-    x = torch.cat((now.y_TC, now.y_TC), dim=1).to(DEVICE)[:, :C]
-    steps = moved(now.steps, DEVICE)
-    got = launch_convolved_ssd_tree(x, conv_on_device(conv), on_device(gates), layer, steps, tiles).cpu()
-    want = convolved_tree_outputs(now.y_TC, conv, gates, now.layer, now.steps)
-    _close(got, want, tolerance)
-    equal_memory(layer, now.layer, 2e-5)
-    return want
-
-
 def check_trees(now: SsdRound, tolerance: float, tiles: SsdTiles | SsdHopperTiles | None = None) -> Tensor:
     """What the definition gives, after the kernel gave the same and left the same memory."""
     gates, layer = now.weights.gates(now.dt_TH), copied(now.layer, DEVICE)
     got = launch_ssd_tree(now.y_TC.to(DEVICE), on_device(gates), layer.rule, moved(now.steps, DEVICE), tiles=tiles).cpu()
     want = tree_outputs(now.y_TC, gates, now.layer.rule, now.steps)
-    _close(got, want, tolerance)
-    equal_memory(layer, now.layer, 2e-5)
-    return want
-
-
-def _close(got: Tensor, want: Tensor, tolerance: float) -> None:
     scale = want[want.isfinite()].abs().max()
     torch.testing.assert_close(got, want, atol=float(tolerance * scale), rtol=tolerance, equal_nan=True)
+    equal_memory(layer, now.layer, 2e-5)
+    return want

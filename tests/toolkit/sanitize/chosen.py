@@ -107,10 +107,6 @@ CHOSEN: dict[str, list[str]] = {
     "ssd_tree_hopper_kernel": [
         f"tests/ops/recurrent/mamba/test_ssd_hopper.py::test_trees_equal_the_definition[{case}]"
         for case in ("heads of a group-7-chain-6-None", "two blocks of columns-20-tree-6-tiles5")
-    ]
-    + [
-        "tests/ops/recurrent/mamba/test_ssd_hopper.py::test_values_are_convolved_as_the_definition_has_it"
-        "[heads of a group-32-tree-6-True-tiles1]"
     ],
     "ssd_step_kernel": [f"{SSD}::test_a_step_with_its_convolution_equals_the_definition[sizes1-False-2]"],
     "ssd_prepare_kernel": [f"{SSD}::test_parts_equal_the_definition[blocks of 32]"],

@@ -25,19 +25,15 @@ class SsdHopperTiles(NamedTuple):
     fewer registers do.
     at_once: whether the wait comes before the pending path is added, so that everything is loaded at once.  It is for passes of
     more programs than fit on a GPU, of which only the first ones have anything to wait for.
-    convolves: whether values are convolved here (values_hopper.py).
     """
 
     registers: int = 0
     slices: int = 0
     at_once: bool = False
-    convolves: bool = False
 
 
-def ssd_hopper_tiles(sequences: int, nodes: int, heads: int, width: int, convolved: bool = False) -> SsdHopperTiles:
+def ssd_hopper_tiles(sequences: int, nodes: int, heads: int, width: int) -> SsdHopperTiles:
     """The fastest of those that benchmarks/layers/recurrent.py tries, on an H200.  width: of values.
-
-    convolved: whether the convolution is asked for, too.
 
     Microseconds at Nemotron-3-Nano's widths, and what their bytes take: 1 row of 6 nodes 3.5 (1.1), of 32 4.3 (1.4), 8 rows of
     32 nodes 17 (11), 32 rows of 6 nodes 48 (34), of 32 58 (45), of 60 83 (58).  Of those 58, 57 are left without products and
@@ -46,8 +42,6 @@ def ssd_hopper_tiles(sequences: int, nodes: int, heads: int, width: int, convolv
     """
     if sequences * heads * width // 64 <= 4 * 132:  # programs: about as many as an H200 runs in two turns
         return SsdHopperTiles()
-    if convolved:
-        return SsdHopperTiles(168, 1, True, True)
     return SsdHopperTiles(128, 2, True) if nodes <= 16 else SsdHopperTiles(0, 1, True)
 
 

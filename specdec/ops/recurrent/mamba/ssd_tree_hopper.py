@@ -31,7 +31,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from specdec.ops.hopper import barrier, gdc_launch_dependents, gdc_wait
 from specdec.ops.launch import chained
-from specdec.ops.recurrent.conv import Convolution
 from specdec.ops.recurrent.mamba.nodes_hopper import (
     by_node,
     copy_nodes,
@@ -44,17 +43,9 @@ from specdec.ops.recurrent.mamba.nodes_hopper import (
     without_marks,
 )
 from specdec.ops.recurrent.mamba.ssd_hopper_tiles import SsdHopperTiles
-from specdec.ops.recurrent.mamba.values_hopper import (
-    convolved,
-    keep_inputs,
-    last_inputs,
-    read_inputs,
-    read_weights,
-    store_above,
-)
 from specdec.ops.recurrent.shared_triton import softplus
 from specdec.ops.recurrent.ssd import SsdGates
-from specdec.ops.recurrent.states import ConvStates, RuleStates, TreeSteps
+from specdec.ops.recurrent.states import RuleStates, TreeSteps
 from specdec.ops.recurrent.trees.nodes_hopper import ancestors, nodes_above, nodes_layout, store_keys
 from specdec.ops.recurrent.trees.state_hopper import (
     as_operand,
@@ -73,20 +64,17 @@ WARPS = 4  # of 16 columns each
 @gluon.jit
 def ssd_tree_hopper_kernel(
     y, dt,  # [B * N, 2 G K + H V], [B * N, H]
-    x,  # [B * N, C], or None
     A_log, dt_bias, D,  # [H]
-    weight, bias,  # [W + 1, C], [C]
-    conv, inputs_left,  # [P, W, C], [L, .., C]
     state,  # [P, H, K, V]
     k_left, u_left, decay_left,  # [L, .., G, K], [L, .., H, V], [L, .., H]
     read, write, count,  # [B]
     path,  # [B, E]
     parents,  # [B, N]
     out,  # [B * N, H, V]
-    stride_y, stride_dt, stride_x, stride_conv, stride_inputs, stride_state, stride_k, stride_u, stride_decay,
-    N: gl.constexpr, E: gl.constexpr, G: gl.constexpr, H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, W: gl.constexpr,
-    SILU: gl.constexpr, STEPS: gl.constexpr, CHAIN: gl.constexpr, P: gl.constexpr, GROUP: gl.constexpr, SLICES: gl.constexpr,
-    AT_ONCE: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
+    stride_y, stride_dt, stride_state, stride_k, stride_u, stride_decay,
+    N: gl.constexpr, E: gl.constexpr, G: gl.constexpr, H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, STEPS: gl.constexpr,
+    CHAIN: gl.constexpr, P: gl.constexpr, GROUP: gl.constexpr, SLICES: gl.constexpr, AT_ONCE: gl.constexpr, PDL: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     BLOCK_V: gl.constexpr = 16 * num_warps
     BLOCKS: gl.constexpr = V // BLOCK_V
@@ -102,31 +90,19 @@ def ssd_tree_hopper_kernel(
     k_smem = gl.allocate_shared_memory(gl.bfloat16, [P, K], gl.NVMMASharedLayout(128, 16, 2))
     number, accepted = gl.load(read + row, cache_modifier=".cg"), gl.load(count + row, cache_modifier=".cg")
     path, above_P = path + row * E, nodes_above(parents + row * N, N, CHAIN, P, num_warps)
-    C: gl.constexpr = 2 * G * K + H * V
-    channel = 2 * G * K + own_v
-    if x is not None:
-        weights = read_weights(weight + channel, bias if bias is None else bias + channel, C, W, BLOCK_V, values)
     accepted_nodes = path_nodes(path, E, GROUP)
     rate, bias, skip = gl.load(A_log + h).to(gl.float32), gl.load(dt_bias + h).to(gl.float32), gl.load(D + h).to(gl.float32)
     to_state_SKV = state_pointers(state + h * K * V + first_v, K, V, states)
     state_SKV = gl.load(to_state_SKV + number * stride_state, cache_modifier=".cg")
     from_k, from_u = k_left + number * stride_k + g * K, u_left + number * stride_u + own_v
     from_decay = decay_left + number * stride_decay + h
-    if x is None:
-        from_x, stride_x, lasts, above_smem = own_y + channel, stride_y, (), None
-    else:
-        from_conv, from_left = conv + number * stride_conv + channel, inputs_left + number * stride_inputs + channel
-        lasts = last_inputs(from_conv, from_left, path, accepted, C, W, BLOCK_V, values)
-        from_x, above_smem = x + row * N * stride_x + channel, store_above(above_P, W, P)
-        barrier()
     if AT_ONCE:
         if PDL:
             gdc_wait()
             gdc_launch_dependents()
         number = gl.load(write + row)
         inputs = _read_nodes(
-            own_y, own_dt, from_x, stride_y, stride_dt, stride_x, above_smem, g, q_smem, k_smem, N, G, K, W, P, rows, values,
-            nodes,
+            own_y, own_dt, stride_y, stride_dt, g, own_v, q_smem, k_smem, N, G, K, P, rows, values, nodes
         )  # fmt: skip
     state_SKV = with_path(
         state_SKV, from_k, from_u, from_decay, path, accepted_nodes, accepted, E, G, H, K, V, GROUP, states, num_warps
@@ -140,17 +116,10 @@ def ssd_tree_hopper_kernel(
             gdc_launch_dependents()
         number = gl.load(write + row)
         inputs = _read_nodes(
-            own_y, own_dt, from_x, stride_y, stride_dt, stride_x, above_smem, g, q_smem, k_smem, N, G, K, W, P, rows, values,
-            nodes,
+            own_y, own_dt, stride_y, stride_dt, g, own_v, q_smem, k_smem, N, G, K, P, rows, values, nodes
         )  # fmt: skip
-    inputs, dt_P = inputs
+    x_SPV, dt_P = inputs
     gl.store(to_state_SKV + number * stride_state, state_SKV)
-    if x is None:
-        x_SPV = inputs[0]
-    else:
-        x_SPV = convolved(inputs, lasts, above_smem, weights, N, W, SILU, P, values)
-        to_conv, to_left = conv + number * stride_conv + channel, inputs_left + number * stride_inputs + channel
-        keep_inputs(inputs, lasts, to_conv, to_left, C, N, W, P, BLOCK_V, values)
     async_copy.wait_group(0)
     fence_async_shared()
     barrier()
@@ -209,20 +178,13 @@ def ssd_tree_hopper_kernel(
 
 @gluon.jit
 def _read_nodes(
-    y, dt, x, stride_y, stride_dt, stride_x, above_smem, g, q_smem, k_smem, N: gl.constexpr, G: gl.constexpr, K: gl.constexpr,
-    W: gl.constexpr, P: gl.constexpr, rows: gl.constexpr, values: gl.constexpr, nodes: gl.constexpr,
+    y, dt, stride_y, stride_dt, g, own_v, q_smem, k_smem, N: gl.constexpr, G: gl.constexpr, K: gl.constexpr, P: gl.constexpr,
+    rows: gl.constexpr, values: gl.constexpr, nodes: gl.constexpr,
 ):  # fmt: skip
-    """(values, or what they are convolved of [S, 16, V] each; dt [P]); queries and keys are on their way into shared memory.
-
-    Zeros of nodes that are not there.
-    """
+    """(x [S, 16, V], dt [P]); queries and keys are on their way into shared memory.  Zeros of nodes that are not there."""
     copy_nodes(y + g * K, stride_y, q_smem, k_smem, N, G, K, P, rows)
-    if above_smem is None:
-        inputs = (read_values(x, stride_x, N, P, values),)
-    else:
-        inputs = read_inputs(x, stride_x, above_smem, N, W, P, values)
-    n_P = gl.arange(0, P, nodes)
-    return inputs, gl.load(dt + n_P * stride_dt, mask=n_P < N, other=0.0)
+    x_SPV, n_P = read_values(y + 2 * G * K + own_v, stride_y, N, P, values), gl.arange(0, P, nodes)
+    return x_SPV, gl.load(dt + n_P * stride_dt, mask=n_P < N, other=0.0)
 
 
 @gluon.jit
@@ -242,25 +204,17 @@ def _shared_facts(sound_P, step_P, summed_P, bits_P, P: gl.constexpr):
 
 
 def launch_ssd_tree_hopper(
-    y_TC: Tensor, gates: SsdGates, layer: RuleStates, steps: TreeSteps, out_THV: Tensor, tiles: SsdHopperTiles,
-    x_TC: Tensor | None = None, conv: Convolution | None = None, inputs: ConvStates | None = None,
-) -> None:  # fmt: skip
-    """`ssd.tree_outputs`, into out_THV.  ssd_tree_triton.py has checked what its own kernels take, too.
-
-    x_TC, conv, inputs: if given, values are convolved here, and y_TC needs none.
-    """
+    y_TC: Tensor, gates: SsdGates, layer: RuleStates, steps: TreeSteps, out_THV: Tensor, tiles: SsdHopperTiles
+) -> None:
+    """`ssd.tree_outputs`, into out_THV.  ssd_tree_triton.py has checked what its own kernels take, too."""
     (B, N), E = steps.parents_BN.shape, steps.path_BE.shape[1]
     (_, H, K, V), G = layer.state_PHKV.shape, layer.k_LNGK.shape[2]
     memory = layer.state_PHKV, layer.k_LNGK, layer.u_LNHV, layer.decay_LNH
     limit = {"maxnreg": tiles.registers} if tiles.registers else {}
-    weights = (None, None) if conv is None else conv[:2]
-    before = (None, None) if inputs is None else tuple(inputs)
-    strides = (0 if each is None else each.stride(0) for each in (x_TC, *before))
     ssd_tree_hopper_kernel[(H * (V // (16 * WARPS)), B)](
-        y_TC, gates.dt_TH, x_TC, *gates[1:], *weights, *before, *memory, steps.read_B, steps.write_B, steps.count_B,
-        steps.path_BE, steps.parents_BN, out_THV, y_TC.stride(0), gates.dt_TH.stride(0), *strides,
-        *(each.stride(0) for each in memory), N=N, E=E, G=G, H=H, K=K, V=V, W=0 if inputs is None else inputs.conv_PWC.shape[1],
-        SILU=conv is not None and conv.silu, STEPS=steps.max_depth.bit_length(), CHAIN=steps.is_chain,
-        P=max(16, triton.next_power_of_2(N)), GROUP=min(GROUP, triton.next_power_of_2(E)), SLICES=tiles.slices,
-        AT_ONCE=tiles.at_once, num_warps=WARPS, **limit, **chained(y_TC.device),
+        y_TC, *gates, *memory, steps.read_B, steps.write_B, steps.count_B, steps.path_BE, steps.parents_BN, out_THV,
+        y_TC.stride(0), gates.dt_TH.stride(0), *(each.stride(0) for each in memory), N=N, E=E, G=G, H=H, K=K, V=V,
+        STEPS=steps.max_depth.bit_length(), CHAIN=steps.is_chain, P=max(16, triton.next_power_of_2(N)),
+        GROUP=min(GROUP, triton.next_power_of_2(E)), SLICES=tiles.slices, AT_ONCE=tiles.at_once, num_warps=WARPS,
+        **limit, **chained(y_TC.device),
     )  # fmt: skip

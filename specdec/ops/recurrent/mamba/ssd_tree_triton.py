@@ -21,12 +21,10 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.ops.launch import chained
-from specdec.ops.recurrent.conv import Convolution
-from specdec.ops.recurrent.conv_triton import launch_tree_convolution
 from specdec.ops.recurrent.mamba.ssd_hopper_tiles import SsdHopperTiles, ssd_hopper_tiles, takes
 from specdec.ops.recurrent.shared_triton import PRECISION, alike, multiplied, softplus, weighted
 from specdec.ops.recurrent.ssd import SsdGates
-from specdec.ops.recurrent.states import LayerStates, RuleStates, TreeSteps, lie_whole
+from specdec.ops.recurrent.states import RuleStates, TreeSteps, lie_whole
 from specdec.ops.recurrent.trees.nodes_triton import ancestors
 from specdec.ops.recurrent.trees.path_triton import add_path, add_rest, faded, read_path, read_state
 
@@ -159,30 +157,6 @@ def launch_ssd_tree(
         PRECISION=precision, M=max(16, triton.next_power_of_2(N)), GROUP=min(E, tiles.group), BLOCK_K=min(K, tiles.block_k),
         BLOCK_V=block_v, num_warps=tiles.warps, **chained(y_TC.device),
     )  # fmt: skip
-    return out_THV
-
-
-def launch_convolved_ssd_tree(
-    x_TC: Tensor, conv: Convolution, gates: SsdGates, layer: LayerStates, steps: TreeSteps, tiles: SsdHopperTiles | None = None
-) -> Tensor:  # fmt: skip
-    """`ssd.convolved_tree_outputs` of trees of several nodes: [T, H, V].
-
-    tiles: of a kernel that convolves values for itself, which trees otherwise take where `ssd_hopper_tiles` says so.
-    """
-    assert layer.rule is not None
-    (B, N), memory = steps.parents_BN.shape, layer.rule
-    (_, H, K, V), G = memory.state_PHKV.shape, memory.k_LNGK.shape[2]
-    if tiles is None and takes(x_TC, memory, N):
-        tiles = ssd_hopper_tiles(B, N, H, V, convolved=True)
-    if tiles is None or not tiles.convolves:
-        return launch_ssd_tree(launch_tree_convolution(x_TC, conv, layer.conv, steps), gates, memory, steps)
-    from specdec.ops.recurrent.mamba.ssd_tree_hopper import launch_ssd_tree_hopper
-
-    check_ssd_tree(x_TC, gates, memory, steps)
-    out_THV = x_TC.new_empty(B * N, H, V)
-    if B:
-        y_TC = launch_tree_convolution(x_TC, conv, layer.conv, steps, channels=2 * G * K)
-        launch_ssd_tree_hopper(y_TC, gates, memory, steps, out_THV, tiles, x_TC, conv, layer.conv)
     return out_THV
 
 

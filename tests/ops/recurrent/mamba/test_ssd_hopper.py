@@ -4,7 +4,7 @@ import pytest
 import torch
 from toolkit.kernels import DEVICE
 from toolkit.recurrent.made import Sizes
-from toolkit.recurrent.mamba import broken_in, check_convolved_trees, check_trees, ssd_round, with_inputs
+from toolkit.recurrent.mamba import broken_in, check_trees, ssd_round
 
 from specdec.ops.recurrent.mamba.ssd_hopper_tiles import SsdHopperTiles, takes
 
@@ -47,43 +47,6 @@ def test_trees_equal_the_definition(sizes: Sizes, nodes: int, kind: str, before:
         now.steps.parents_BN[:, -2:] = 3
     assert now.layer.rule is not None and takes(now.y_TC.to(DEVICE), now.layer.rule, nodes)
     assert not check_trees(now, 1e-2, tiles).isnan().any()
-
-
-@pytest.mark.gpu
-@needs_hopper
-@pytest.mark.parametrize(
-    ("nodes", "kind", "before", "biased", "tiles"),
-    [
-        (7, "chain", 6, True, SsdHopperTiles(0, 0, False, True)),
-        (32, "tree", 6, True, SsdHopperTiles(168, 1, True, True)),
-        (20, "deep tree", 2, False, SsdHopperTiles(128, 2, True, True)),
-        (60, "tree", 20, True, SsdHopperTiles(168, 1, True, True)),
-        (64, "chain", 1, False, SsdHopperTiles(168, 1, True, True)),
-        (20, "tree", 6, True, None),
-    ],
-)
-@pytest.mark.parametrize("sizes", [SIZES, WIDE], ids=["heads of a group", "two blocks of columns"])
-def test_values_are_convolved_as_the_definition_has_it(
-    sizes: Sizes, nodes: int, kind: str, before: int, biased: bool, tiles: SsdHopperTiles | None
-) -> None:
-    """Keeps out: a node that reads a neighbour in place of its parent, last inputs at another tap or of other channels, inputs
-    that no program keeps, values that are rounded otherwise than queries and keys.
-    """
-    now = ssd_round(sizes, nodes, kind == "chain", torch.bfloat16, seed=nodes, before=before)
-    if kind == "deep tree":
-        now.steps.parents_BN[:, -2:] = 3
-    assert not check_convolved_trees(now, with_inputs(now, sizes, biased), 1e-2, tiles).isnan().any()
-
-
-@pytest.mark.gpu
-@needs_hopper
-@pytest.mark.parametrize("broken", ["query", "value", "step"])
-def test_a_broken_node_of_what_is_convolved(broken: str) -> None:
-    """Keeps out: a draft token that overflows and reaches, through the convolution, a node that is not below it."""
-    now = ssd_round(SIZES, 20, False, torch.bfloat16, seed=3, before=2)
-    broken_in(now, SIZES, broken, 4)
-    tiles = SsdHopperTiles(168, 1, True, True)
-    assert check_convolved_trees(now, with_inputs(now, SIZES, True), 1e-2, tiles).isnan().any()
 
 
 @pytest.mark.gpu

@@ -4,10 +4,11 @@ import pytest
 import torch
 from toolkit.kernels import DEVICE
 from toolkit.recurrent.made import Sizes
-from toolkit.recurrent.mamba import broken_in, check_trees, conv_on_device, on_device, ssd_inputs, ssd_round, with_inputs
+from toolkit.recurrent.mamba import broken_in, check_trees, on_device, ssd_inputs, ssd_round
 from toolkit.recurrent.rounds import copied, equal_memory, moved, parts_of
 
 from specdec.ops.recurrent.chunks.launch import ChunkTiles
+from specdec.ops.recurrent.conv import Convolution
 from specdec.ops.recurrent.mamba.launch import launch_ssd_parts
 from specdec.ops.recurrent.mamba.ssd_step_triton import StepTiles, launch_convolved_step
 from specdec.ops.recurrent.ssd import chunk_outputs, convolved_tree_outputs, tree_outputs
@@ -47,8 +48,13 @@ def test_a_step_with_its_convolution_equals_the_definition(sizes: Sizes, biased:
     fewer nodes pending than the convolution looks back, some more, some none.
     """
     now = ssd_round(sizes, 1, True, torch.float32, seed=before, before=before)
-    conv, gates, C = with_inputs(now, sizes, biased), now.weights.gates(now.dt_TH), sizes.C
-    layer, on_gpu = copied(now.layer, DEVICE), conv_on_device(conv)
+    inputs, C = now.layer.conv, sizes.C
+    for number in (2, 4, 9):
+        inputs.conv_PWC[number] = torch.randn(sizes.Z - 1, C)
+    inputs.x_LNC[[2, 4]] = torch.randn(2, max(1, before), C)
+    conv, gates = Convolution(torch.randn(sizes.Z, C), torch.randn(C) if biased else None), now.weights.gates(now.dt_TH)
+    layer = copied(now.layer, DEVICE)
+    on_gpu = Convolution(conv.weight_ZC.to(DEVICE), None if conv.bias_C is None else conv.bias_C.to(DEVICE))
     wide = torch.cat((now.y_TC, now.y_TC), dim=1).to(DEVICE)  # the inputs may be strided
     got = launch_convolved_step(wide[:, :C], on_gpu, on_device(gates), layer, moved(now.steps, DEVICE), StepTiles(16, 1)).cpu()
     want = convolved_tree_outputs(now.y_TC, conv, gates, now.layer, now.steps)
