@@ -44,12 +44,14 @@ class KimiTiles(NamedTuple):
 class KimiHopperTiles(NamedTuple):
     """Of rule_hopper.py.  warps: 4 or 8, of 16 columns each.  registers: of a thread, at most; 0: what the compiler wants.
 
-    late: the state is read last, when no other numbers need registers.
+    late: the state is read last, when no other numbers need registers.  copied: it lies in shared memory by then, on its way to
+    which it is from the beginning.
     """
 
     warps: int = 8
     registers: int = 0
     late: bool = False
+    copied: bool = False
 
 
 def kimi_tiles(sequences: int, nodes: int, heads: int) -> KimiTiles:

@@ -25,11 +25,13 @@ class SsdHopperTiles(NamedTuple):
     fewer registers do.
     at_once: whether the wait comes before the pending path is added, so that everything is loaded at once.  It is for passes of
     more programs than fit on a GPU, of which only the first ones have anything to wait for.
+    copied: with the latter, and slices: whether the state goes to shared memory meanwhile, and comes last.
     """
 
     registers: int = 0
     slices: int = 0
     at_once: bool = False
+    copied: bool = False
 
 
 def ssd_hopper_tiles(sequences: int, nodes: int, heads: int, width: int) -> SsdHopperTiles:

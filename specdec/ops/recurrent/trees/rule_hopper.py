@@ -47,6 +47,7 @@ from specdec.ops.recurrent.trees.state_hopper import (
     halves,
     multiplied,
     path_nodes,
+    read_path,
     state_pointers,
     states_layout,
     with_path,
@@ -83,10 +84,13 @@ def tree_rule_hopper_kernel(
     accepted_nodes, rate, bias = path_nodes(path, E, GROUP), gl.load(A_log + h), gl.load(dt_bias + h)
     to_state_SKV = state_pointers(state + h * K * V + first_v, K, V, states)
     raw_SKV = gl.load(to_state_SKV + number * stride_state, cache_modifier=".cg")
-    state_SKV = with_path(
-        raw_SKV, k_left + number * stride_k + g * K, u_left + number * stride_u + h * V + first_v,
-        decay_left + number * stride_decay + h, path, accepted_nodes, accepted, E, G, H, K, V, GROUP, states, num_warps,
-    )  # fmt: skip
+    left = (
+        k_left + number * stride_k + g * K,
+        u_left + number * stride_u + h * V + first_v,
+        decay_left + number * stride_decay + h,
+    )
+    read = read_path(*left, path, accepted_nodes, accepted, E, G, H, K, V, GROUP, states, num_warps)
+    state_SKV = with_path(raw_SKV, read, *left, path, accepted, E, G, H, K, V, GROUP, states, num_warps)
     bits_P, above = ancestors(above_P, STEPS, P, num_warps)
     if SLICES == 0:
         parts = cut(state_SKV, of_state, num_warps)

@@ -35,6 +35,9 @@ def test_passes_that_the_kernel_takes() -> None:
         (60, "tree", 6, SsdHopperTiles(0, 1, True)),
         (32, "tree", 20, SsdHopperTiles(168, 1, True)),
         (64, "chain", 6, SsdHopperTiles(168, 1, True)),
+        (32, "tree", 6, SsdHopperTiles(168, 1, True, True)),
+        (60, "tree", 20, SsdHopperTiles(0, 1, True, True)),
+        (9, "chain", 6, SsdHopperTiles(128, 2, True, True)),
     ],
 )
 @pytest.mark.parametrize("sizes", [SIZES, WIDE], ids=["heads of a group", "two blocks of columns"])
