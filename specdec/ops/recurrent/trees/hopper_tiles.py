@@ -23,12 +23,14 @@ class HopperTiles(NamedTuple):
 
     slices: 0: the state is cut into parts of 16 bits before the wait; else its rows are, after it, in so many steps, for which
     fewer registers do.  turns: how many nodes are solved before all later ones are told of them.
+    copied: with slices: whether the state goes to shared memory while nodes are worked on, and is read last.
     """
 
     warps: int = 4
     registers: int = 0
     slices: int = 0
     turns: int = 1
+    copied: bool = False
 
 
 def hopper_tiles(sequences: int, nodes: int, value_heads: int, width: int) -> HopperTiles:
