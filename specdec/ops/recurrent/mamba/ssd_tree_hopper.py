@@ -111,12 +111,12 @@ def ssd_tree_hopper_kernel(
     if COPIED:
         state_smem = gl.allocate_shared_memory(gl.float32, [K // 16, 16, BLOCK_V], shared_states(num_warps))
         copy_state(state_smem, state + h * K * V + first_v + number * stride_state, K, V, num_warps)
-    read = read_path(
+    on_path = read_path(
         from_k, from_u, from_decay, path, accepted_nodes, accepted, E, G, H, K, V, GROUP, states, num_warps
     )  # fmt: skip
     if not COPIED:
         state_SKV = with_path(
-            state_SKV, read, from_k, from_u, from_decay, path, accepted, E, G, H, K, V, GROUP, states, num_warps
+            state_SKV, on_path, from_k, from_u, from_decay, path, accepted, E, G, H, K, V, GROUP, states, num_warps
         )
     bits_P, above = ancestors(above_P, STEPS, P, num_warps)
     if SLICES == 0:
@@ -182,7 +182,21 @@ def ssd_tree_hopper_kernel(
         async_copy.wait_group(0)
         barrier()
         state_SKV = with_path(
-            state_smem.load(states), read, from_k, from_u, from_decay, path, accepted, E, G, H, K, V, GROUP, states, num_warps
+            state_smem.load(states),
+            on_path,
+            from_k,
+            from_u,
+            from_decay,
+            path,
+            accepted,
+            E,
+            G,
+            H,
+            K,
+            V,
+            GROUP,
+            states,
+            num_warps,
         )
         gl.store(to_state_SKV + number * stride_state, state_SKV)
         pieces = pieces_of(state_SKV, SLICES)

@@ -95,14 +95,15 @@ def tree_rule_hopper_kernel(
         copy_state(state_smem, state + h * K * V + first_v + number * stride_state, K, V, num_warps)
     else:
         raw_SKV = gl.load(to_state_SKV + number * stride_state, cache_modifier=".cg")
-    left = (
-        k_left + number * stride_k + g * K,
-        u_left + number * stride_u + h * V + first_v,
-        decay_left + number * stride_decay + h,
-    )
-    read = read_path(*left, path, accepted_nodes, accepted, E, G, H, K, V, GROUP, states, num_warps)
+    from_k, from_u = k_left + number * stride_k + g * K, u_left + number * stride_u + h * V + first_v
+    from_decay = decay_left + number * stride_decay + h
+    on_path = read_path(
+        from_k, from_u, from_decay, path, accepted_nodes, accepted, E, G, H, K, V, GROUP, states, num_warps
+    )  # fmt: skip
     if not COPIED:
-        state_SKV = with_path(raw_SKV, read, *left, path, accepted, E, G, H, K, V, GROUP, states, num_warps)
+        state_SKV = with_path(
+            raw_SKV, on_path, from_k, from_u, from_decay, path, accepted, E, G, H, K, V, GROUP, states, num_warps
+        )
     bits_P, above = ancestors(above_P, STEPS, P, num_warps)
     if SLICES == 0:
         parts = cut(state_SKV, of_state, num_warps)
@@ -167,7 +168,9 @@ def tree_rule_hopper_kernel(
         async_copy.wait_group(0)
         barrier()
         raw_SKV = state_smem.load(states)
-        state_SKV = with_path(raw_SKV, read, *left, path, accepted, E, G, H, K, V, GROUP, states, num_warps)
+        state_SKV = with_path(
+            raw_SKV, on_path, from_k, from_u, from_decay, path, accepted, E, G, H, K, V, GROUP, states, num_warps
+        )
         gl.store(to_state_SKV + number * stride_state, state_SKV)
         pieces = pieces_of(state_SKV, SLICES)
         parts = cut(pieces[0], of_state, num_warps)
