@@ -33,7 +33,7 @@ CASES: dict[str, dict[str, tuple[Any, ...]]] = {
     "quantised_warpgroup_kernel": {"KIND": ("int4", "lossless")},
     "few_down_kernel": {"ONE_TOKEN": (False, True)},
     "quantised_experts_kernel": {"ACTIVATION": ("none", "swiglu"), "SORTED": (False, True)},
-    "ssd_tree_hopper_kernel": {"AT_ONCE": (False, True)},
+    "ssd_tree_hopper_kernel": {"COPIED": (False, True)},
 }
 
 Value = Any  # what an expression may point to: a frozenset of names of memory, or a tuple of values
