@@ -36,13 +36,13 @@ class HopperTiles(NamedTuple):
 def hopper_tiles(sequences: int, nodes: int, value_heads: int, width: int) -> HopperTiles:
     """The fastest of those that benchmarks/layers/recurrent.py tries, on an H200.  width: of values.
 
-    32 rows of 6 nodes take 68 us, and 78 with states in registers from the beginning; of 32 nodes 121 and 113.
+    32 rows of 6 nodes take 68 us, and 78 with states in registers from the beginning; of 32 nodes 104 and 113.
     """
     if nodes > 32:
         return HopperTiles(8, slices=1)
     if sequences * value_heads * width // 64 <= 2 * 132:  # programs, of which two fit on an SM
         return HopperTiles()
-    return HopperTiles(4, 128, 2, 4, True) if nodes <= 16 else HopperTiles(4, 168, 2, 4)
+    return HopperTiles(4 if nodes <= 16 else 8, 128, 2, 4, True)
 
 
 def takes(y_TC: Tensor, layer: RuleStates, nodes: int) -> bool:
