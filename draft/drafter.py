@@ -297,8 +297,5 @@ class Drafter(ABC):
         if self.rows is not None:
             self.rows.move(sources_R, targets_R)
 
-    def enter_rows(self, rows_R: Tensor, states_R: Tensor) -> None:  # noqa: B027
-        """Rows (int64) go on with these states (int64 numbers); asked of drafters that keep states."""
-
     def clear_rows(self, rows_R: Tensor) -> None:  # noqa: B027
         """Forgets rows (int64) whose requests have ended.  Values that nobody reads may stay."""

@@ -205,9 +205,6 @@ class JoinedDrafter(Drafter):
     def keeps_states(self) -> bool:  # type: ignore[override]
         return self.drafter.keeps_states
 
-    def enter_rows(self, rows_R: Tensor, states_R: Tensor) -> None:
-        self.drafter.enter_rows(rows_R, states_R)
-
     def move_rows(self, sources_R: Tensor, targets_R: Tensor) -> None:
         self.drafter.move_rows(sources_R, targets_R)
         self.allowed_R.index_copy_(0, targets_R, self.allowed_R.index_select(0, sources_R))

@@ -262,8 +262,8 @@ class DeviceRunner:
                 (state.encoder_page_B, state.encoder_lens_B), to_device(texts, device, torch.int32).unbind(1)
             ):
                 tensor.index_copy_(0, rows_R, values_R)
-        if self.workers.keeps_states:
-            self.workers.enter_states(rows_R, to_device([entry.state for entry in entries], device))
+        if self.workers.verifier.keeps_states:
+            self.workers.verifier.enter_rows(rows_R, to_device([entry.state for entry in entries], device))
         if self.workers.drafter is not None:
             self.workers.drafter.enter(step.entries)
         for entry in step.entries:

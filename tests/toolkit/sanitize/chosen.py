@@ -98,6 +98,7 @@ CHOSEN: dict[str, list[str]] = {
     "tree_rule_hopper_kernel": [
         "tests/ops/recurrent/test_rule_hopper.py::test_trees_equal_the_definition[7-chain-6-None]",
         "tests/ops/recurrent/test_rule_hopper.py::test_trees_equal_the_definition[20-tree-6-tiles5]",
+        "tests/ops/recurrent/test_rule_hopper.py::test_trees_equal_the_definition[6-chain-2-tiles11]",
     ],
     "chunk_prepare_kernel": [f"{RULE}::test_parts_equal_the_definition[blocks of 32]"],
     "chunk_scan_kernel": [],
@@ -117,6 +118,7 @@ CHOSEN: dict[str, list[str]] = {
     "kimi_rule_hopper_kernel": [
         "tests/ops/recurrent/kimi/test_kimi_hopper.py::test_trees_equal_the_definition[7-chain-6-None]",
         "tests/ops/recurrent/kimi/test_kimi_hopper.py::test_trees_equal_the_definition[32-tree-6-tiles5]",
+        "tests/ops/recurrent/kimi/test_kimi_hopper.py::test_trees_equal_the_definition[20-chain-20-tiles9]",
     ],
     "kimi_prepare_kernel": [f"{KIMI}::test_parts_equal_the_definition[blocks of 32]"],
     "kimi_prepare_hopper_kernel": ["tests/ops/recurrent/kimi/test_kimi_hopper.py::test_parts_equal_the_definition[short]"],
