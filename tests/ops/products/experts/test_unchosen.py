@@ -134,13 +134,12 @@ def test_kernels_choose_what_the_router_does(name: str, rule: str) -> None:
 @pytest.mark.gpu
 @needs_hopper
 def test_published_sizes_and_replays() -> None:
-    """Keeps out: logits of the replay before, which down reads before its wait."""
+    """Keeps out: logits of the replay before, which down reads before its wait; another layer's, whose memory is used again."""
     E, H, F, rule = 128, 2048, 768, RouterRule(8, "softmax", normed=True)
     experts, router, x = experts_of(FORMS["int4"], E, H, F, None), router_of(rule, E, H), rand(1, H)
-    tiles = mixture_tiles(x, experts, rule.top_k, FAST)
-    assert tiles is not None and isinstance(router_tiles(x, router, E, FAST), RouterTiles)
-    tiles = tiles._replace(chooses=True)
-    with torch.inference_mode():
+    with torch.inference_mode():  # otherwise the policy has no tiles: kernels record no gradient
+        tiles = mixture_tiles(x, experts, rule.top_k, FAST)
+        assert tiles is not None and tiles.chooses and isinstance(router_tiles(x, router, E, FAST), RouterTiles)
 
         def run() -> tuple[Tensor, Tensor]:
             choice = unchosen(x, router, rule, E)
@@ -151,11 +150,12 @@ def test_published_sizes_and_replays() -> None:
         run()
         graph = torch.cuda.CUDAGraph()
         with capturing(graph):
-            (first, ids), (second, more_ids) = run(), run()
-        for seed in range(4):
+            layers = [run() for _ in range(3)]
+        for seed in range(16):
             x.copy_(rand(1, H, seed=seed))
             graph.replay()
             weights, want_ids, _ = routed(x, router, rule, E, TILES)
             want = few_tokens_experts(x, weights, want_ids, experts, tiles._replace(chooses=False))
-            assert torch.equal(ids, want_ids) and torch.equal(more_ids, want_ids)
-            assert isinstance(want, Tensor) and error(first, want.double()) < 1e-3 and error(second, want.double()) < 1e-3
+            assert isinstance(want, Tensor)
+            for out, ids in layers:
+                assert torch.equal(ids, want_ids) and error(out, want.double()) < 1e-3
