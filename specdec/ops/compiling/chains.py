@@ -83,6 +83,8 @@ GROUPS = (
             "few_down_hopper": "active correction parts qweight router_bias topk_ids",
             "each_linear": "weight",
             "hopper_linear": "weight_tiles",
+            "one_row": "bias weight",
+            "one_row_across": "weight",
             "linear": "weight",
             "large_n_linear": "weight",
             "x_first_linear": "weight",

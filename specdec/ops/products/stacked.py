@@ -14,7 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from specdec.ops.launch import has_gluon, use_kernels
+from specdec.ops.products.gpus import H200, match_of
 from specdec.ops.products.numerics import INVARIANT
+from specdec.ops.products.tiles.dense import ONE_ROW_NUMBERS, one_row_each_tiles
 from specdec.ops.products.tiles.experts import StackedTiles
 
 if TYPE_CHECKING:
@@ -37,6 +40,22 @@ def each_linear_into(x_MBK: Tensor, weight_BNK: Tensor, out_MBN: Tensor, tiles: 
 
     if x_MBK.shape[0]:
         launch_each_linear(x_MBK, weight_BNK, out_MBN, tiles or INVARIANT.stacked_tiles(x_MBK.shape[0], x_MBK.dtype))
+
+
+def one_row_each(x_MBK: Tensor, weight_BNK: Tensor, out_MBN: Tensor) -> bool:
+    """`each_linear_into` of a single token with small matrices, on GPUs like an H200; False: it was not done."""
+    (M, B, K), N = x_MBK.shape, weight_BNK.shape[1]
+    if M != 1 or B * N * K > ONE_ROW_NUMBERS or x_MBK.dtype == torch.float32 or not use_kernels(x_MBK) or not has_gluon():
+        return False
+    match, along = match_of(x_MBK.device), weight_BNK.stride(2) == 1
+    rows = weight_BNK.stride(1 if along else 2), weight_BNK.stride(0), x_MBK.stride(1), weight_BNK.storage_offset()
+    tiles = one_row_each_tiles(N, K, along)
+    if tiles is None or match.kind != H200 or not match.hopper or any(each % 8 for each in rows) or x_MBK.storage_offset() % 8:
+        return False
+    from specdec.ops.products.kernels.dense.one_row_hopper import launch_one_row_each
+
+    launch_one_row_each(x_MBK, weight_BNK, out_MBN, tiles)
+    return True
 
 
 def experts_linear(

@@ -27,6 +27,8 @@ NEVER_WRITTEN = {  # by kernels: arguments that may be read through L1 before a 
     "few_down_hopper": "correction qweight router_bias",
     "few_gate_up_hopper": "correction router_bias",
     "kimi_rule_hopper": "A_log dt_bias",
+    "one_row": "bias weight",
+    "one_row_across": "weight",
     "quantised_warp": WORDS,
     "quantised_warpgroup": WORDS,
     "router": "bias correction weight",

@@ -25,10 +25,14 @@ FEW_COLUMNS = 768
 # rows of x, 1,024 x 4,096 takes 4.8 us on an H200 (11.0 by the Triton kernel), 256 x 4,096 4.2 (10.9).  With up to 8, weights
 # of SMALL_ROWS_OF_8 and more: 1,344 x 2,048 (GLM-4.7-Flash's q_a and kv_a) takes 4.9 us with a norm (6.3).
 SMALL_ROWS, SMALL_ROWS_OF_8, SMALL_COLUMNS, SMALL_SPLITS = 256, 1024, 2048, 4
+# Threshold: smaller weights of a single row lie in registers before x exists (one_row_hopper.py).
+ONE_ROW_NUMBERS = 1 << 22
+MOST_WORDS = 96  # of the weight that a thread of it holds, 32 bits each
 SMS, WAVE_FULL = 132, 0.8  # SMs of an H100; threshold: the share of SMs that must have work, on average over all waves
 LARGE_M, LARGE_M_FULL = 512, 0.9  # thresholds for gated_hopper.py's kernel: rows of x, and that share
 
-Kernel = Literal["stream_triton", "large_n_triton", "tiled_triton", "stream_hopper", "gated_hopper"]  # files of kernels/dense/
+# files of kernels/dense/
+Kernel = Literal["stream_triton", "large_n_triton", "tiled_triton", "stream_hopper", "gated_hopper", "one_row_hopper"]
 
 
 class ProductTiles(NamedTuple):
@@ -36,7 +40,7 @@ class ProductTiles(NamedTuple):
 
     block_m: rows of x (padded).
     block_n: rows of the weight.
-    block_k: columns of a step.
+    block_k: columns of a step; for one_row_hopper, those that a warp loads side by side.
     splits: split-K: programs that share a tile's columns; for tiled_triton, parts that one program adds up one after the other.
     warps, stages: Triton's.
     """
@@ -67,6 +71,11 @@ def product_tiles(
     gated: whether the weight holds gate and up rows.  partials: whether a norm adds up split-K partials.
     kind: the kind of GPU.  Those of an H200 need a Hopper GPU, and rows of x that start at multiples of 16 bytes.
     """
+    if kind == H200 and M == 1 and dtype != torch.float32 and N * K <= ONE_ROW_NUMBERS and K % 8 == 0:
+        parts = 2 if gated else 1
+        tiles = one_row_tiles(N // parts, K, parts)
+        if tiles is not None:
+            return tiles
     if kind == H200 and dtype != torch.float32 and N >= MIN_ROWS and K >= (FEW_COLUMNS if M <= 8 else MIN_COLUMNS):
         tiles = _tiles_hopper(M, N, K, gated, partials)
         if tiles is not None:
@@ -98,6 +107,30 @@ def product_tiles(
         return _stream(block_m, 64, 128, -(-K // 2048), 4, 5)
     splits = -(-K // 8192)
     return _stream(block_m, 64, 128, splits, 4, 7 if -(-N // 64) * splits <= 64 else 5)
+
+
+def one_row_tiles(N: int, K: int, parts: int) -> ProductTiles | None:
+    """Those of one_row_hopper.py's kernel: the fewest lanes a row that give most SMs a program.  parts: rows of an output.
+
+    None: a thread's registers do not hold its part of the weight.
+    """
+    for block_k in (64, 128, 256):
+        rows, words = 4 * 256 // block_k, parts * 4 * -(-K // block_k)
+        if words <= MOST_WORDS and (block_k == 256 or -(-N // rows) >= 100):
+            return ProductTiles("one_row_hopper", 1, rows, block_k, 1, 4, 1)
+    return None
+
+
+def one_row_each_tiles(N: int, K: int, along: bool) -> ProductTiles | None:
+    """Those of its products with a stack of matrices.  along: whether a matrix's rows are contiguous, and not its columns.
+
+    None: a thread's registers do not hold its part.
+    """
+    if N % 8 or K % 8:
+        return None
+    if along:
+        return ProductTiles("one_row_hopper", 1, 8, 256, 1, 4, 1) if K <= 2048 else None
+    return ProductTiles("one_row_hopper", 1, 64, 256, 1, 4, 1) if K <= 256 else None
 
 
 def padded_rows(M: int) -> int:

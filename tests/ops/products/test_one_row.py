@@ -1,0 +1,107 @@
+"""Products of a single row with a small weight: the kernels against float64, and who takes them.
+
+Shapes: N out, K in, B matrices of a stack.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from toolkit.kernels import DEVICE, HAS_GPU
+from torch import Tensor
+
+from specdec.ops.products.dense import gated_linear, linear, with_tiles
+from specdec.ops.products.gpus import H100, H200
+from specdec.ops.products.stacked import one_row_each
+from specdec.ops.products.tiles.dense import MOST_WORDS, ONE_ROW_NUMBERS, ProductTiles, one_row_each_tiles, product_tiles
+
+NAN = float("nan")
+DTYPES = [torch.bfloat16, torch.float16]
+hopper = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not HAS_GPU or torch.cuda.get_device_capability() != (9, 0), reason="kernels for Hopper GPUs"),
+]
+SHAPES = ((960, 576), (576, 1536), (1344, 2048), (5120, 768), (520, 1096), (72, 264), (8, 8))
+
+
+def on_hopper(test: object) -> object:
+    for mark in hopper:
+        test = mark(test)
+    return test
+
+
+def rand(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Inside of a larger tensor that is NaN elsewhere: whatever is read beyond a row, or beyond the last one, shows."""
+    room = torch.full((shape[0] + 1, *shape[1:-1], shape[-1] + 8), NAN).to(DEVICE, dtype)
+    room[: shape[0], ..., : shape[-1]] = torch.randn(*shape).to(DEVICE, dtype)
+    return room[: shape[0], ..., : shape[-1]]
+
+
+def close(got: Tensor, want: Tensor) -> None:
+    assert float((got.double() - want).norm() / want.norm()) < (1e-3 if got.dtype == torch.float16 else 6e-3)
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("rows", "block_k", "warps"), [(16, 64, 4), (16, 128, 8), (8, 256, 4)])
+def test_a_row_equals_the_definition(rows: int, block_k: int, warps: int, gated: bool, dtype: torch.dtype) -> None:
+    """Keeps out: columns beyond the last one, and rows; gate and up swapped; a bias of another row."""
+    tiles = ProductTiles("one_row_hopper", 1, rows, block_k, 1, warps, 1)
+    for N, K in SHAPES:
+        x, weight = rand(1, K, dtype=dtype), rand(N, K, dtype=dtype).contiguous()
+        bias = torch.randn(N).to(DEVICE, dtype)
+        with torch.inference_mode():
+            got, biased = with_tiles(x, weight, gated, tiles), (gated_linear if gated else linear)(x, weight, bias)
+        want, want_biased = F.linear(x.double(), weight.double()), F.linear(x.double(), weight.double(), bias.double())
+        if gated:
+            want, want_biased = (F.silu(a) * b for a, b in (each.chunk(2, -1) for each in (want, want_biased)))
+        close(got, want)
+        close(biased, want_biased)
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("B", "N", "K"), [(20, 512, 192), (20, 256, 512), (3, 72, 40), (1, 8, 256), (5, 136, 248)])
+def test_a_row_of_each_head_equals_the_definition(B: int, N: int, K: int, dtype: torch.dtype) -> None:
+    """Keeps out: another head's matrix or row, strides of dense memory, and what lies beside results written over."""
+    for along in (True, False):
+        weight = rand(B, N, K, dtype=dtype) if along else rand(B, K, N, dtype=dtype).transpose(1, 2)
+        weight = weight if not along else torch.cat((weight, weight), 1)[:, :N]
+        x, room = rand(1, B, K, dtype=dtype), torch.full((1, B, N + 8), NAN).to(DEVICE, dtype)
+        with torch.inference_mode():
+            done = one_row_each(x, weight, room[..., :N])
+        assert done == (along or K <= 256)
+        if done:
+            close(room[..., :N], torch.einsum("mbk,bnk->mbn", x.double(), weight.double()))
+            assert bool(room[..., N:].isnan().all())
+
+
+def test_who_takes_a_single_row() -> None:
+    """Keeps out: several rows of x, which the kernel does not know, large weights, and float32."""
+    for N, K, gated in ((960, 576, False), (3072, 576, True), (576, 1536, False), (1344, 2048, False)):
+        tiles = product_tiles(1, N, K, torch.bfloat16, gated, H200)
+        assert tiles is not None and tiles.kernel == "one_row_hopper"
+        for M, dtype, kind in ((2, torch.bfloat16, H200), (1, torch.float32, H200), (1, torch.bfloat16, H100)):
+            other = product_tiles(M, N, K, dtype, gated, kind)
+            assert other is None or other.kernel != "one_row_hopper"
+    large = product_tiles(1, 4096, 4096, torch.bfloat16, False, H200)
+    assert large is not None and large.kernel == "stream_hopper"
+
+
+def test_registers_hold_a_program_s_part_of_a_weight() -> None:
+    """Keeps out: tiles by which a thread would keep its weights in memory."""
+    for N in (8, 64, 576, 960, 1344, 3072, 5120):
+        for K in (8, 192, 576, 768, 1536, 2048, 4096, 8192):
+            for gated in (False, True):
+                tiles = product_tiles(1, 2 * N if gated else N, K, torch.bfloat16, gated, H200)
+                if tiles is not None and tiles.kernel == "one_row_hopper":
+                    assert (
+                        tiles.block_n * tiles.block_k % (tiles.warps * 256) == 0
+                        and (2 if gated else 1) * N * K <= ONE_ROW_NUMBERS
+                    )
+                    rows = tiles.block_n * tiles.block_k // (tiles.warps * 256)
+                    assert rows * -(-K // tiles.block_k) * 4 * (2 if gated else 1) <= MOST_WORDS
+            across = one_row_each_tiles(N, K, along=False)
+            assert (across is not None) == (K <= 256)
