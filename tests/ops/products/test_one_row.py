@@ -63,6 +63,25 @@ def test_a_row_equals_the_definition(rows: int, block_k: int, warps: int, gated:
 
 @on_hopper
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("block_m", "block_n", "warps"), [(8, 16, 4), (16, 16, 8), (16, 32, 4)])
+def test_few_rows_equal_the_definition(block_m: int, block_n: int, warps: int, gated: bool, dtype: torch.dtype) -> None:
+    """Keeps out: columns in another order than x's; columns and rows beyond the last one; gate and up swapped."""
+    tiles = ProductTiles("few_rows_hopper", block_m, block_n, 32, 1, warps, 1)
+    for N, K in SHAPES:
+        for M in (1, block_m - 3, block_m):
+            x, weight = rand(M, K, dtype=dtype), rand(N, K, dtype=dtype).contiguous()
+            with torch.inference_mode():
+                got = with_tiles(x, weight, gated, tiles)
+            want = F.linear(x.double(), weight.double())
+            if gated:
+                gate, up = want.chunk(2, -1)
+                want = F.silu(gate) * up
+            close(got, want)
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("B", "N", "K"), [(20, 512, 192), (20, 256, 512), (3, 72, 40), (1, 8, 256), (5, 136, 248)])
 def test_a_row_of_each_head_equals_the_definition(B: int, N: int, K: int, dtype: torch.dtype) -> None:
     """Keeps out: another head's matrix or row, strides of dense memory, and what lies beside results written over."""

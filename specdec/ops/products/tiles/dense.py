@@ -32,7 +32,9 @@ SMS, WAVE_FULL = 132, 0.8  # SMs of an H100; threshold: the share of SMs that mu
 LARGE_M, LARGE_M_FULL = 512, 0.9  # thresholds for gated_hopper.py's kernel: rows of x, and that share
 
 # files of kernels/dense/
-Kernel = Literal["stream_triton", "large_n_triton", "tiled_triton", "stream_hopper", "gated_hopper", "one_row_hopper"]
+Kernel = Literal[
+    "stream_triton", "large_n_triton", "tiled_triton", "stream_hopper", "gated_hopper", "one_row_hopper", "few_rows_hopper"
+]
 
 
 class ProductTiles(NamedTuple):
