@@ -40,7 +40,7 @@ PATTERNS = (  # the first pattern that occurs in a kernel's short name says its 
     ),
     (
         GEMM,
-        r"gemm|gemv|nvjet|cutlass|splitk|cublas|linear|quantis|expert|router|few_|one_row|_pairs|spread|weighted_sum|take_columns",
+        r"gemm|gemv|nvjet|cutlass|splitk|cublas|linear|quantis|expert|router|few_|held_|one_row|_pairs|spread|weighted_sum|take_columns",
     ),
     (TREE, r"(?<!s)top|sort|radix|scan|merge|level|expand|fork|grow|best|narrow|cutoff|tables|tokens|accept|move|rows"),
     (

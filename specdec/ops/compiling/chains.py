@@ -84,7 +84,7 @@ GROUPS = (
             "each_linear": "weight",
             "hopper_linear": "weight_tiles",
             "one_row": "bias weight",
-            "one_row_across": "weight",
+            "held_rows": "bias weight",
             "linear": "weight",
             "large_n_linear": "weight",
             "x_first_linear": "weight",

@@ -44,13 +44,18 @@ def each_linear_into(x_MBK: Tensor, weight_BNK: Tensor, out_MBN: Tensor, tiles: 
 
 def one_row_each(x_MBK: Tensor, weight_BNK: Tensor, out_MBN: Tensor) -> bool:
     """`each_linear_into` of a single token with small matrices, on GPUs like an H200; False: it was not done."""
-    (M, B, K), N = x_MBK.shape, weight_BNK.shape[1]
-    if M != 1 or B * N * K > ONE_ROW_NUMBERS or x_MBK.dtype == torch.float32 or not use_kernels(x_MBK) or not has_gluon():
+    K, strides = x_MBK.shape[2], weight_BNK.stride()
+    if (
+        len(x_MBK) != 1
+        or weight_BNK.numel() > ONE_ROW_NUMBERS
+        or strides[1:] != (K, 1)
+        or not use_kernels(x_MBK)
+        or not has_gluon()
+    ):
         return False
-    match, along = match_of(x_MBK.device), weight_BNK.stride(2) == 1
-    rows = weight_BNK.stride(1 if along else 2), weight_BNK.stride(0), x_MBK.stride(1), weight_BNK.storage_offset()
-    tiles = one_row_each_tiles(N, K, along)
-    if tiles is None or match.kind != H200 or not match.hopper or any(each % 8 for each in rows) or x_MBK.storage_offset() % 8:
+    starts = K, strides[0], x_MBK.stride(1), x_MBK.storage_offset(), weight_BNK.storage_offset()
+    tiles, match = one_row_each_tiles(K), match_of(x_MBK.device)
+    if tiles is None or match.kind != H200 or not match.hopper or x_MBK.dtype == torch.float32 or any(at % 8 for at in starts):
         return False
     from specdec.ops.products.kernels.dense.one_row_hopper import launch_one_row_each
 

@@ -1,9 +1,11 @@
-"""Products of a single row with a small weight: the kernels against float64, and who takes them.
+"""Products of few rows with small weights that registers hold: the kernels against float64, and who takes them.
 
 Shapes: N out, K in, B matrices of a stack.
 """
 
 from __future__ import annotations
+
+import itertools
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from torch import Tensor
 from specdec.ops.products.dense import gated_linear, linear, with_tiles
 from specdec.ops.products.gpus import H100, H200
 from specdec.ops.products.stacked import one_row_each
-from specdec.ops.products.tiles.dense import MOST_WORDS, ONE_ROW_NUMBERS, ProductTiles, one_row_each_tiles, product_tiles
+from specdec.ops.products.tiles.dense import HELD_ROWS_NUMBERS, MOST_WORDS, ProductTiles, one_row_each_tiles, product_tiles
 
 NAN = float("nan")
 DTYPES = [torch.bfloat16, torch.float16]
@@ -67,7 +69,7 @@ def test_a_row_equals_the_definition(rows: int, block_k: int, warps: int, gated:
 @pytest.mark.parametrize(("block_m", "block_n", "warps"), [(8, 16, 4), (16, 16, 8), (16, 32, 4)])
 def test_few_rows_equal_the_definition(block_m: int, block_n: int, warps: int, gated: bool, dtype: torch.dtype) -> None:
     """Keeps out: columns in another order than x's; columns and rows beyond the last one; gate and up swapped."""
-    tiles = ProductTiles("few_rows_hopper", block_m, block_n, 32, 1, warps, 1)
+    tiles = ProductTiles("held_rows_hopper", block_m, block_n, 32, 1, warps, 1)
     for N, K in SHAPES:
         for M in (1, block_m - 3, block_m):
             x, weight = rand(M, K, dtype=dtype), rand(N, K, dtype=dtype).contiguous()
@@ -82,45 +84,43 @@ def test_few_rows_equal_the_definition(block_m: int, block_n: int, warps: int, g
 
 @on_hopper
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("B", "N", "K"), [(20, 512, 192), (20, 256, 512), (3, 72, 40), (1, 8, 256), (5, 136, 248)])
+@pytest.mark.parametrize(("B", "N", "K"), [(20, 256, 512), (3, 72, 40), (1, 8, 256), (5, 136, 248)])
 def test_a_row_of_each_head_equals_the_definition(B: int, N: int, K: int, dtype: torch.dtype) -> None:
     """Keeps out: another head's matrix or row, strides of dense memory, and what lies beside results written over."""
-    for along in (True, False):
-        weight = rand(B, N, K, dtype=dtype) if along else rand(B, K, N, dtype=dtype).transpose(1, 2)
-        weight = weight if not along else torch.cat((weight, weight), 1)[:, :N]
-        x, room = rand(1, B, K, dtype=dtype), torch.full((1, B, N + 8), NAN).to(DEVICE, dtype)
-        with torch.inference_mode():
-            done = one_row_each(x, weight, room[..., :N])
-        assert done == (along or K <= 256)
-        if done:
-            close(room[..., :N], torch.einsum("mbk,bnk->mbn", x.double(), weight.double()))
-            assert bool(room[..., N:].isnan().all())
+    both = rand(B, 2 * N, K, dtype=dtype).contiguous()
+    x, room = rand(1, B, K, dtype=dtype), torch.full((1, B, N + 8), NAN).to(DEVICE, dtype)
+    with torch.inference_mode():
+        assert one_row_each(x, both[:, N:], room[..., :N])
+        assert not one_row_each(x, both[:, N:].mT.contiguous().mT, room[..., :N])
+    close(room[..., :N], torch.einsum("mbk,bnk->mbn", x.double(), both[:, N:].double()))
+    assert bool(room[..., N:].isnan().all())
 
 
-def test_who_takes_a_single_row() -> None:
-    """Keeps out: several rows of x, which the kernel does not know, large weights, and float32."""
-    for N, K, gated in ((960, 576, False), (3072, 576, True), (576, 1536, False), (1344, 2048, False)):
-        tiles = product_tiles(1, N, K, torch.bfloat16, gated, H200)
-        assert tiles is not None and tiles.kernel == "one_row_hopper"
-        for M, dtype, kind in ((2, torch.bfloat16, H200), (1, torch.float32, H200), (1, torch.bfloat16, H100)):
-            other = product_tiles(M, N, K, dtype, gated, kind)
-            assert other is None or other.kernel != "one_row_hopper"
-    large = product_tiles(1, 4096, 4096, torch.bfloat16, False, H200)
-    assert large is not None and large.kernel == "stream_hopper"
+def test_who_takes_few_rows_of_small_weights() -> None:
+    """Keeps out: more rows of x than the kernels know, large weights, float32, and kernels that lost there."""
+    for N, K, gated in ((960, 576, False), (3072, 576, True), (576, 1536, False), (1344, 2048, False), (49152, 576, False)):
+        for M, dtype, kind in itertools.product((1, 2, 8, 16, 17), (torch.bfloat16, torch.float32), (H200, H100)):
+            tiles = product_tiles(M, N, K, dtype, gated, kind)
+            held = tiles is not None and tiles.kernel in ("one_row_hopper", "held_rows_hopper")
+            small = M == 1 or (M <= 16 and N * K <= HELD_ROWS_NUMBERS and K <= 1536)
+            assert held == (small and dtype == torch.bfloat16 and kind == H200), (M, N, K)
+            assert not held or (tiles is not None and tiles.block_m >= M)
+    for N, K, gated in ((4096, 4096, False), (5632, 1024, True), (5120, 2048, False)):
+        large = product_tiles(1, N, K, torch.bfloat16, gated, H200)
+        assert large is not None and large.kernel == "stream_hopper"
 
 
 def test_registers_hold_a_program_s_part_of_a_weight() -> None:
-    """Keeps out: tiles by which a thread would keep its weights in memory."""
-    for N in (8, 64, 576, 960, 1344, 3072, 5120):
-        for K in (8, 192, 576, 768, 1536, 2048, 4096, 8192):
-            for gated in (False, True):
-                tiles = product_tiles(1, 2 * N if gated else N, K, torch.bfloat16, gated, H200)
-                if tiles is not None and tiles.kernel == "one_row_hopper":
-                    assert (
-                        tiles.block_n * tiles.block_k % (tiles.warps * 256) == 0
-                        and (2 if gated else 1) * N * K <= ONE_ROW_NUMBERS
-                    )
-                    rows = tiles.block_n * tiles.block_k // (tiles.warps * 256)
-                    assert rows * -(-K // tiles.block_k) * 4 * (2 if gated else 1) <= MOST_WORDS
-            across = one_row_each_tiles(N, K, along=False)
-            assert (across is not None) == (K <= 256)
+    """Keeps out: tiles by which a thread would keep its weights in memory; rows that no lane has."""
+    for N, K, gated in itertools.product(
+        (8, 64, 576, 960, 1344, 3072, 5120), (8, 192, 576, 768, 1536, 2048, 4096, 8192), (False, True)
+    ):  # fmt: skip
+        for M in (1, 4, 16):
+            tiles, parts = product_tiles(M, 2 * N if gated else N, K, torch.bfloat16, gated, H200), 2 if gated else 1
+            if tiles is not None and tiles.kernel == "one_row_hopper":
+                rows = tiles.block_n * tiles.block_k // (tiles.warps * 256)
+                assert rows * tiles.warps * 256 == tiles.block_n * tiles.block_k
+                assert rows * -(-K // tiles.block_k) * 4 * parts <= MOST_WORDS
+            if tiles is not None and tiles.kernel == "held_rows_hopper":
+                assert tiles.block_n % 16 == 0 and -(-K // 32 // tiles.warps) * tiles.block_n // 2 <= MOST_WORDS
+    assert one_row_each_tiles(512) is not None and one_row_each_tiles(4096) is None

@@ -27,9 +27,7 @@ CHOSEN: dict[str, list[str]] = {
         "tests/ops/test_partials.py::test_partials_are_the_product[1544-2088-9]",
     ],
     "one_row_kernel": ["tests/ops/products/test_one_row.py::test_a_row_equals_the_definition[16-64-4-True-dtype0]"],
-    "one_row_across_kernel": [
-        "tests/ops/products/test_one_row.py::test_a_row_of_each_head_equals_the_definition[5-136-248-dtype0]"
-    ],
+    "held_rows_kernel": ["tests/ops/products/test_one_row.py::test_few_rows_equal_the_definition[16-32-4-True-dtype0]"],
     "gated_linear_kernel": ["tests/ops/products/test_linear.py::test_gated_hopper_equals_the_definition[1100-264-72-5-dtype1]"],
     "large_n_linear_kernel": [
         "tests/ops/products/test_linear.py::test_large_n_equals_the_definition[72-64-27-32-gated-dtype2]"

@@ -25,15 +25,16 @@ FEW_COLUMNS = 768
 # rows of x, 1,024 x 4,096 takes 4.8 us on an H200 (11.0 by the Triton kernel), 256 x 4,096 4.2 (10.9).  With up to 8, weights
 # of SMALL_ROWS_OF_8 and more: 1,344 x 2,048 (GLM-4.7-Flash's q_a and kv_a) takes 4.9 us with a norm (6.3).
 SMALL_ROWS, SMALL_ROWS_OF_8, SMALL_COLUMNS, SMALL_SPLITS = 256, 1024, 2048, 4
-# Threshold: smaller weights of a single row lie in registers before x exists (one_row_hopper.py).
-ONE_ROW_NUMBERS = 1 << 22
-MOST_WORDS = 96  # of the weight that a thread of it holds, 32 bits each
+# Thresholds in numbers of a weight: up to so many, registers hold it before x exists, for one row (one_row_hopper.py) and for 2
+# to 16 (held_rows_hopper.py); up to so many, one row's product has about 64 programs.  MOST_WORDS: of a weight, 32 bits each,
+# that a thread holds.
+ONE_ROW_NUMBERS, HELD_ROWS_NUMBERS, SMALL_NUMBERS, MOST_WORDS = 1 << 23, 1 << 21, 1 << 20, 96
 SMS, WAVE_FULL = 132, 0.8  # SMs of an H100; threshold: the share of SMs that must have work, on average over all waves
 LARGE_M, LARGE_M_FULL = 512, 0.9  # thresholds for gated_hopper.py's kernel: rows of x, and that share
 
 # files of kernels/dense/
 Kernel = Literal[
-    "stream_triton", "large_n_triton", "tiled_triton", "stream_hopper", "gated_hopper", "one_row_hopper", "few_rows_hopper"
+    "stream_triton", "large_n_triton", "tiled_triton", "stream_hopper", "gated_hopper", "one_row_hopper", "held_rows_hopper"
 ]
 
 
@@ -73,11 +74,10 @@ def product_tiles(
     gated: whether the weight holds gate and up rows.  partials: whether a norm adds up split-K partials.
     kind: the kind of GPU.  Those of an H200 need a Hopper GPU, and rows of x that start at multiples of 16 bytes.
     """
-    if kind == H200 and M == 1 and dtype != torch.float32 and N * K <= ONE_ROW_NUMBERS and K % 8 == 0:
-        parts = 2 if gated else 1
-        tiles = one_row_tiles(N // parts, K, parts)
-        if tiles is not None:
-            return tiles
+    if kind == H200 and 0 < M <= 16 and dtype != torch.float32 and K % 8 == 0:
+        held = _tiles_in_registers(M, N, K, gated)
+        if held is not None:
+            return held
     if kind == H200 and dtype != torch.float32 and N >= MIN_ROWS and K >= (FEW_COLUMNS if M <= 8 else MIN_COLUMNS):
         tiles = _tiles_hopper(M, N, K, gated, partials)
         if tiles is not None:
@@ -111,28 +111,41 @@ def product_tiles(
     return _stream(block_m, 64, 128, splits, 4, 7 if -(-N // 64) * splits <= 64 else 5)
 
 
-def one_row_tiles(N: int, K: int, parts: int) -> ProductTiles | None:
-    """Those of one_row_hopper.py's kernel: the fewest lanes a row that give most SMs a program.  parts: rows of an output.
-
-    None: a thread's registers do not hold its part of the weight.
+def _tiles_in_registers(M: int, N: int, K: int, gated: bool) -> ProductTiles | None:
+    """Those of one_row_hopper.py's or held_rows_hopper.py's kernel; None where a thread's registers do not hold its part of the
+    weight, or where another kernel is as fast: of more columns stream_hopper.py's.
     """
-    for block_k in (64, 128, 256):
-        rows, words = 4 * 256 // block_k, parts * 4 * -(-K // block_k)
-        if words <= MOST_WORDS and (block_k == 256 or -(-N // rows) >= 100):
-            return ProductTiles("one_row_hopper", 1, rows, block_k, 1, 4, 1)
+    parts = 2 if gated else 1
+    if M == 1 and (K < FEW_COLUMNS or (N * K <= ONE_ROW_NUMBERS and not gated)):
+        tiles = one_row_tiles(N // parts, K, parts)
+        return tiles if parts * _words(tiles, K) <= MOST_WORDS else None
+    if M > 1 and N * K <= HELD_ROWS_NUMBERS and (K < FEW_COLUMNS or N < MIN_ROWS):
+        warps = 4
+        rows = 32 if M > 8 and N >= 960 and K < FEW_COLUMNS else 16
+        words = -(-K // (32 * warps)) * rows // 2
+        return ProductTiles("held_rows_hopper", 8 if M <= 8 else 16, rows, 32, 1, warps, 1) if words <= MOST_WORDS else None
     return None
 
 
-def one_row_each_tiles(N: int, K: int, along: bool) -> ProductTiles | None:
-    """Those of its products with a stack of matrices.  along: whether a matrix's rows are contiguous, and not its columns.
+def one_row_tiles(N: int, K: int, parts: int) -> ProductTiles:
+    """For N outputs of so many rows each.  A smaller weight has fewer programs: a program's start and end take longer than its
+    reads."""
+    small, warps = parts * N * K <= SMALL_NUMBERS, 8 if N >= MIN_ROWS else 4
+    if K >= 1024:
+        return ProductTiles("one_row_hopper", 1, 2 * warps if small else warps, 256, 1, warps, 1)
+    block_k = 64 if small and N >= 960 else 128
+    return ProductTiles("one_row_hopper", 1, warps * 256 // block_k, block_k, 1, warps, 1)
 
-    None: a thread's registers do not hold its part.
-    """
-    if N % 8 or K % 8:
-        return None
-    if along:
-        return ProductTiles("one_row_hopper", 1, 8, 256, 1, 4, 1) if K <= 2048 else None
-    return ProductTiles("one_row_hopper", 1, 64, 256, 1, 4, 1) if K <= 256 else None
+
+def one_row_each_tiles(K: int) -> ProductTiles | None:
+    """Those of its products with a stack of matrices; None: a thread's registers do not hold its part."""
+    tiles = ProductTiles("one_row_hopper", 1, 16, 64, 1, 4, 1)
+    return tiles if _words(tiles, K) <= MOST_WORDS else None
+
+
+def _words(tiles: ProductTiles, K: int) -> int:
+    """32 bits each, that a thread of one_row_hopper.py's kernel holds of the weight; of one of a gated product's two rows."""
+    return 4 * -(-K // tiles.block_k) * tiles.block_n * tiles.block_k // (tiles.warps * 256)
 
 
 def padded_rows(M: int) -> int:

@@ -1,4 +1,4 @@
-"""A product of a single row with a small weight, written in Gluon for Hopper GPUs: the weight lies in registers before x exists.
+"""A product of one row with a small weight, written in Gluon for Hopper GPUs: registers hold the weight before x exists.
 
 A small weight takes less time to read than a launch takes to begin and to end.  So here each thread loads its whole part of the
 weight, which no kernel writes, before it waits for the kernel in front (specdec/ops/launch.py).  After the wait one trip to
@@ -7,12 +7,12 @@ which add up what they have by shuffles.
 
 A gated product's thread holds a row of the gate and the row of up that belongs to it.
 
-Order of chained launches: the kernels trigger right after their wait.
+Order of chained launches: the kernel triggers right after its wait.
 
 This module knows no model's shapes and chooses no tiles.
 
-Shapes: K in, N out; a gated product's weight has 2N rows: gate rows first, then up rows.  A product of heads multiplies row b of
-B rows of x with matrix b of a stack.
+Shapes: K in, N out; a gated product's weight has 2N rows: gate rows first, then up rows.  A product of heads multiplies row b
+of B rows of x with matrix b of a stack.
 """
 
 from __future__ import annotations
@@ -97,33 +97,6 @@ def _sum(words, parts, K: gl.constexpr, BLOCK_K: gl.constexpr):
     return gl.sum(acc, axis=1)
 
 
-@gluon.jit
-def one_row_across_kernel(
-    x,  # [B, K]
-    weight,  # [B, K, N]
-    y,  # [B, N]
-    N, stride_xb, stride_wb, stride_wk, stride_yb,
-    K: gl.constexpr, PADDED_K: gl.constexpr, BLOCK_N: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
-):  # fmt: skip
-    """Of matrices whose columns are contiguous.  Each warp has all K numbers of its columns, so that no warp waits for another.
-
-    BLOCK_N: columns of a program, 8 or more of each warp.
-    """
-    ACROSS: gl.constexpr = BLOCK_N // (8 * num_warps)  # lanes that hold a row's neighbouring columns
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ACROSS, ACROSS], [1, num_warps], [1, 0])
-    n = gl.program_id(0) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
-    k = gl.arange(0, PADDED_K, gl.SliceLayout(1, layout))
-    b = gl.program_id(1).to(gl.int64)
-    at_K = weight + b * stride_wb + k * stride_wk
-    w_KN = gl.load(at_K[:, None] + n[None, :], mask=(k < K)[:, None] & (n < N)[None, :], other=0.0)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    x_K = gl.load(x + b * stride_xb + k, mask=k < K, other=0.0)
-    y_N = gl.sum(w_KN.to(gl.float32) * x_K.to(gl.float32)[:, None], axis=0)
-    gl.store(y + b * stride_yb + n, y_N.to(y.dtype.element_ty), mask=n < N)
-
-
 def launch_one_row(x_1K: Tensor, weight_NK: Tensor, bias_N: Tensor | None, gated: bool, tiles: ProductTiles) -> Tensor:
     """[1, N], summed in float32 and rounded once."""
     (rows, K), outs = weight_NK.shape, weight_NK.shape[0] // (2 if gated else 1)
@@ -138,24 +111,12 @@ def launch_one_row(x_1K: Tensor, weight_NK: Tensor, bias_N: Tensor | None, gated
 
 
 def launch_one_row_each(x_1BK: Tensor, weight_BNK: Tensor, out_1BN: Tensor, tiles: ProductTiles) -> None:
-    """Row b of the only token times matrix b, into out_1BN, of which a row's numbers are contiguous.
-
-    One of a matrix's dims is contiguous, and its other rows start at multiples of 16 bytes.
-    """
+    """Row b of the only token times matrix b, into out_1BN, of which a row's numbers are contiguous, as a matrix's are."""
     B, N, K = weight_BNK.shape
     assert x_1BK.shape == (1, B, K) and out_1BN.shape == (1, B, N) and x_1BK.stride(2) == out_1BN.stride(2) == 1
-    assert x_1BK.dtype == weight_BNK.dtype and N % VECTOR == K % VECTOR == 0
-    grid, strides = (triton.cdiv(N, tiles.block_n), B), (x_1BK.stride(1), weight_BNK.stride(0))
-    form = {"K": K, "BLOCK_N": tiles.block_n, "num_warps": tiles.warps} | chained(x_1BK.device)
-    if weight_BNK.stride(2) == 1:
-        assert weight_BNK.stride(1) == K
-        one_row_kernel[grid](
-            x_1BK, weight_BNK, weight_BNK, out_1BN, N, *strides, out_1BN.stride(1), BLOCK_K=tiles.block_k, GATED=False,
-            HAS_BIAS=False, **form,
-        )  # fmt: skip
-    else:
-        assert weight_BNK.stride(1) == 1
-        one_row_across_kernel[grid](
-            x_1BK, weight_BNK, out_1BN, N, *strides, weight_BNK.stride(2), out_1BN.stride(1),
-            PADDED_K=triton.next_power_of_2(K), **form,
-        )  # fmt: skip
+    assert x_1BK.dtype == weight_BNK.dtype and weight_BNK.stride()[1:] == (K, 1) and K % VECTOR == 0
+    one_row_kernel[(triton.cdiv(N, tiles.block_n), B)](
+        x_1BK, weight_BNK, weight_BNK, out_1BN, N, x_1BK.stride(1), weight_BNK.stride(0), out_1BN.stride(1), K=K,
+        BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, GATED=False, HAS_BIAS=False, num_warps=tiles.warps,
+        **chained(x_1BK.device),
+    )  # fmt: skip

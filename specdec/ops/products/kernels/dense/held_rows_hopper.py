@@ -12,7 +12,8 @@ Order of chained launches (specdec/ops/launch.py): the kernel triggers right aft
 
 This module knows no model's shapes and chooses no tiles.
 
-Shapes: M rows, K in, N out; a gated product's weight has 2N rows: gate rows first, then up rows.  S slices of the columns: warps.
+Shapes: M rows, K in, N out; a gated product's weight has 2N rows: gate rows first, then up rows.  S slices of the columns, one
+a warp.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ UNIT = 32  # columns that four threads of a warp load at one time
 
 
 @gluon.jit(do_not_specialize=["M"])  # for the reason given at linear_kernel
-def few_rows_kernel(
+def held_rows_kernel(
     x,  # [M, K]
     weight,  # [N, K], of a gated product [2 * N, K]
     bias,  # [N] or [2 * N]
@@ -128,14 +129,14 @@ def _right(tile, layout: gl.constexpr):
     return gl.convert_layout(gl.reshape(parts, [S, 32, M]), gl.DotOperandLayout(1, layout, 2), assert_trivial=True)
 
 
-def launch_few_rows(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, gated: bool, tiles: ProductTiles) -> Tensor:
+def launch_held_rows(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, gated: bool, tiles: ProductTiles) -> Tensor:
     """[M, N], summed in float32 and rounded once.  The rows of x may be strided; there are at most tiles.block_m of them."""
     (M, K), (rows, columns), parts = x_MK.shape, weight_NK.shape, 2 if gated else 1
     N = rows // parts
     assert 0 < M <= tiles.block_m and columns == K and x_MK.stride(1) == 1 and weight_NK.is_contiguous() and K % 8 == 0
     assert x_MK.dtype == weight_NK.dtype and (bias_N is None or bias_N.shape == (rows,))
     y_MN = x_MK.new_empty(M, N)
-    few_rows_kernel[(triton.cdiv(rows, tiles.block_n),)](
+    held_rows_kernel[(triton.cdiv(rows, tiles.block_n),)](
         x_MK, weight_NK, weight_NK if bias_N is None else bias_N, y_MN, M, N, x_MK.stride(0), K=K, BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n, PARTS=parts, HAS_BIAS=bias_N is not None, num_warps=tiles.warps, **chained(x_MK.device),
     )  # fmt: skip
