@@ -55,7 +55,8 @@ def one_row_each(x_MBK: Tensor, weight_BNK: Tensor, out_MBN: Tensor) -> bool:
         return False
     starts = K, strides[0], x_MBK.stride(1), x_MBK.storage_offset(), weight_BNK.storage_offset()
     tiles, match = one_row_each_tiles(K), match_of(x_MBK.device)
-    if tiles is None or match.kind != H200 or not match.hopper or x_MBK.dtype == torch.float32 or any(at % 8 for at in starts):
+    fits = tiles is not None and x_MBK.dtype != torch.float32 and not any(at % 8 for at in starts)
+    if tiles is None or not fits or match.kind != H200 or not match.hopper:
         return False
     from specdec.ops.products.kernels.dense.one_row_hopper import launch_one_row_each
 
