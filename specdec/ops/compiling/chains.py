@@ -53,6 +53,7 @@ GROUPS = (
             "gated_norm": "weight",
             "router": "bias correction weight",
             "router_one": "bias correction weight",
+            "norm_router": "bias correction norm weight",
             "take_columns": "order",
             "subtract": "factor norm",
             "rope_store": "positions slots table",

@@ -28,6 +28,7 @@ NEVER_WRITTEN = {  # by kernels: arguments that may be read through L1 before a 
     "few_gate_up_hopper": "correction router_bias",
     "kimi_rule_hopper": "A_log dt_bias",
     "held_rows": "bias weight",
+    "norm_router": "bias correction norm weight",
     "one_row": "bias weight",
     "quantised_warp": WORDS,
     "quantised_warpgroup": WORDS,
