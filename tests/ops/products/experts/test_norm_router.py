@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ops.products.experts.test_unchosen import RULES, of_one, router_of
 from toolkit.kernels import DEVICE, MARK, fence_new_memory
+from toolkit.one_token import RULES, of_one, router_of
 from toolkit.quantised_weights import rand
 
 from specdec.ops.norm import rms_norm

@@ -12,41 +12,21 @@ from dataclasses import replace
 import pytest
 import torch
 from toolkit.inside.captures import capturing
-from toolkit.kernels import DEVICE, HAS_GPU, MARK, fence_new_memory
+from toolkit.kernels import HAS_GPU, MARK, fence_new_memory
+from toolkit.one_token import RULES, of_one, router_of
 from toolkit.quantised_weights import FORMS, error, exact_mixture, experts_of, rand
 from torch import Tensor
 
 from specdec.ops.products.experts import SwiGLU, few_tokens_experts, mixture_tiles
 from specdec.ops.products.kernels.experts import choosing_triton
 from specdec.ops.products.numerics import FAST
-from specdec.ops.products.own_pairs import Kept, LiveRows, own_pairs
+from specdec.ops.products.own_pairs import own_pairs
 from specdec.ops.products.routing import RouterRule, RouterWeights, choose, may_wait, routed, router_tiles, unchosen
 from specdec.ops.products.tiles.experts import RouterTiles, few_hopper_tiles
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 needs_hopper = pytest.mark.skipif(not HAS_HOPPER, reason="kernels for Hopper GPUs")
 TILES = RouterTiles(4, 16, 512, 4)
-RULES = {
-    "softmax": RouterRule(3, "softmax"),
-    "softmax, normed": RouterRule(3, "softmax", normed=True, scaling=1.7),
-    "sigmoid, corrected": RouterRule(3, "sigmoid", True, groups=1, top_groups=1, normed=True, scaling=1.8),
-    "least sum": RouterRule(3, "softmax", True, normed=True, least_sum=0.9),
-    "chosen": RouterRule(3, "softmax of chosen", biased=True),
-}
-
-
-def router_of(rule: RouterRule, E: int, H: int, seed: int = 1) -> RouterWeights:
-    generator = torch.Generator().manual_seed(seed)
-    weight, number = rand(E, H, seed=seed) / H**0.5, torch.randn(E, generator=generator).to(DEVICE)
-    return RouterWeights(
-        weight.float() if rule.biased else weight, number if rule.biased else None, number if rule.corrected else None
-    )  # fmt: skip
-
-
-def of_one(live: int) -> Kept:
-    """Experts 3 to 8 are here; live: whether the token is needed."""
-    active, last = torch.tensor([live], dtype=torch.int32, device=DEVICE), torch.tensor([0], device=DEVICE)
-    return Kept(range(3, 9), LiveRows(active, last))
 
 
 @pytest.mark.parametrize("E", [12, 160])
