@@ -40,7 +40,7 @@ from specdec.attention.state import AttentionState, merge_states
 from specdec.ops.launch import has_pdl, use_kernels
 from specdec.ops.operator import is_traced, use_operator
 from specdec.ops.products.numerics import FAST, Numerics
-from specdec.ops.products.stacked import each_linear_into, one_row_each
+from specdec.ops.products.stacked import each_linear_into
 from specdec.ops.products.tiles.experts import each_tiles
 from specdec.parallel.group import ALONE, Group
 
@@ -165,8 +165,6 @@ def _multiply(x_THI: Tensor, weight_HOI: Tensor, out_THO: Tensor, numerics: Nume
     """Each head's product, written to `out`, which need not be contiguous: torch.compile can't trace that as bmm's `out`."""
     if numerics.is_invariant:
         each_linear_into(x_THI, weight_HOI, out_THO)
-        return
-    if one_row_each(x_THI, weight_HOI, out_THO):
         return
     if use_kernels(x_THI) and has_pdl(x_THI.device) and (tiles := each_tiles(x_THI.shape[0])):
         each_linear_into(x_THI, weight_HOI, out_THO, tiles)

@@ -73,7 +73,8 @@ class Router(Multiplying):
         """(x + delta, its norm, what is chosen of it or to be chosen), in one launch; None: it takes two."""
         weights = RouterWeights(self.weight, self.bias_E, self.correction_E)
         tiles = router_tiles(x_1H, weights, self.count, self.numerics)
-        if len(x_1H) != 1 or not isinstance(tiles, RouterTiles) or not may_wait(weights, self.rule, self.count):
+        is_one = len(x_1H) == 1 and isinstance(tiles, RouterTiles) and may_wait(weights, self.rule, self.count)
+        if not is_one or self.weight.itemsize > 2:  # of float32 each program has a row, and nothing is gained
             return None
         return normed_routed(x_1H, delta_1H, norm_H, eps, weights, self.rule, self.count, kept, chooses)
 

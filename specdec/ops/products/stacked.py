@@ -14,10 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from specdec.ops.launch import has_gluon, use_kernels
-from specdec.ops.products.gpus import H200, match_of
 from specdec.ops.products.numerics import INVARIANT
-from specdec.ops.products.tiles.dense import ONE_ROW_NUMBERS, one_row_each_tiles
 from specdec.ops.products.tiles.experts import StackedTiles
 
 if TYPE_CHECKING:
@@ -40,28 +37,6 @@ def each_linear_into(x_MBK: Tensor, weight_BNK: Tensor, out_MBN: Tensor, tiles: 
 
     if x_MBK.shape[0]:
         launch_each_linear(x_MBK, weight_BNK, out_MBN, tiles or INVARIANT.stacked_tiles(x_MBK.shape[0], x_MBK.dtype))
-
-
-def one_row_each(x_MBK: Tensor, weight_BNK: Tensor, out_MBN: Tensor) -> bool:
-    """`each_linear_into` of a single token with small matrices, on GPUs like an H200; False: it was not done."""
-    K, strides = x_MBK.shape[2], weight_BNK.stride()
-    if (
-        len(x_MBK) != 1
-        or weight_BNK.numel() > ONE_ROW_NUMBERS
-        or strides[1:] != (K, 1)
-        or not use_kernels(x_MBK)
-        or not has_gluon()
-    ):
-        return False
-    starts = K, strides[0], x_MBK.stride(1), x_MBK.storage_offset(), weight_BNK.storage_offset()
-    tiles, match = one_row_each_tiles(K), match_of(x_MBK.device)
-    fits = tiles is not None and x_MBK.dtype != torch.float32 and not any(at % 8 for at in starts)
-    if tiles is None or not fits or match.kind != H200 or not match.hopper:
-        return False
-    from specdec.ops.products.kernels.dense.one_row_hopper import launch_one_row_each
-
-    launch_one_row_each(x_MBK, weight_BNK, out_MBN, tiles)
-    return True
 
 
 def experts_linear(

@@ -35,7 +35,7 @@ from specdec.ops.products.own_pairs import LiveRows, own_pairs
 from specdec.ops.products.partials import NormedProduct, Partials, TwoProducts, multiplied
 from specdec.ops.products.quantised import QuantisedWeight
 from specdec.ops.products.routing import RouterRule, RouterWeights, normed_routed, routed
-from specdec.ops.products.stacked import each_linear, experts_linear, one_row_each, weighted_sum
+from specdec.ops.products.stacked import each_linear, experts_linear, weighted_sum
 from specdec.ops.products.tiles.experts import few_hopper_tiles, few_tokens_tiles, router_tiles
 from specdec.ops.rows import prepend, take_columns, take_rows, take_run
 from toolkit.ahead.made import DTYPES, HIDDEN, VOCABULARY, counts, floats, halves, here, ids, may_be_deterministic
@@ -60,7 +60,6 @@ def products() -> None:
             linear(halves(rows, 1536), halves(576, 1536))
         silu_mul(halves(rows, 2 * 14336))
         relu2(halves(rows, 21504))
-    one_row_each(halves(1, 20, 512), halves(20, 256, 512), halves(1, 20, 256))
     for T in (1, 60, 2048):
         E, A, H, F = 128, 8, 2048, 768
         order, each = ids(T * A), counts(E)

@@ -25,10 +25,10 @@ FEW_COLUMNS = 768
 # rows of x, 1,024 x 4,096 takes 4.8 us on an H200 (11.0 by the Triton kernel), 256 x 4,096 4.2 (10.9).  With up to 8, weights
 # of SMALL_ROWS_OF_8 and more: 1,344 x 2,048 (GLM-4.7-Flash's q_a and kv_a) takes 4.9 us with a norm (6.3).
 SMALL_ROWS, SMALL_ROWS_OF_8, SMALL_COLUMNS, SMALL_SPLITS = 256, 1024, 2048, 4
-# Thresholds in numbers of a weight: up to so many, registers hold it before x exists, for one row (one_row_hopper.py) and for 2
-# to 16 (held_rows_hopper.py); up to so many, one row's product has about 64 programs.  MOST_WORDS: of a weight, 32 bits each,
+# Thresholds in numbers of a weight: up to so many, registers hold it before x exists, and with fewer columns than FEW_COLUMNS
+# larger ones, for up to 8 rows; up to so many, one row's product has about 64 programs.  MOST_WORDS: of a weight, 32 bits each,
 # that a thread holds.
-ONE_ROW_NUMBERS, HELD_ROWS_NUMBERS, SMALL_NUMBERS, MOST_WORDS = 1 << 23, 1 << 21, 1 << 20, 96
+HELD_NUMBERS, SMALL_NUMBERS, MOST_WORDS = 1 << 21, 1 << 20, 96
 SMS, WAVE_FULL = 132, 0.8  # SMs of an H100; threshold: the share of SMs that must have work, on average over all waves
 LARGE_M, LARGE_M_FULL = 512, 0.9  # thresholds for gated_hopper.py's kernel: rows of x, and that share
 
@@ -74,10 +74,6 @@ def product_tiles(
     gated: whether the weight holds gate and up rows.  partials: whether a norm adds up split-K partials.
     kind: the kind of GPU.  Those of an H200 need a Hopper GPU, and rows of x that start at multiples of 16 bytes.
     """
-    if kind == H200 and 0 < M <= 16 and dtype != torch.float32 and K % 8 == 0:
-        held = _tiles_in_registers(M, N, K, gated)
-        if held is not None:
-            return held
     if kind == H200 and dtype != torch.float32 and N >= MIN_ROWS and K >= (FEW_COLUMNS if M <= 8 else MIN_COLUMNS):
         tiles = _tiles_hopper(M, N, K, gated, partials)
         if tiles is not None:
@@ -88,6 +84,10 @@ def product_tiles(
             block_k = 256 if is_few else 128
             stage = (64 + padded_rows(M)) * block_k * 2
             return _hopper(padded_rows(M), 64, block_k, SMALL_SPLITS, 4, min(12, WHOLE_SM // stage))
+    if kind == H200 and 0 < M <= 16 and dtype != torch.float32 and K % 8 == 0:
+        held = _tiles_in_registers(M, N, K, gated)
+        if held is not None:
+            return held
     if not 0 < M <= FEW:
         return _tiles_large_m(M, N, dtype, gated)
     block_m = max(8, 1 << (M - 1).bit_length())
@@ -112,18 +112,22 @@ def product_tiles(
 
 
 def _tiles_in_registers(M: int, N: int, K: int, gated: bool) -> ProductTiles | None:
-    """Those of one_row_hopper.py's or held_rows_hopper.py's kernel; None where a thread's registers do not hold its part of the
-    weight, or where another kernel is as fast: of more columns stream_hopper.py's.
+    """Those of one_row_hopper.py's or held_rows_hopper.py's kernel, for weights that stream_hopper.py's does not take.
+
+    None: a thread's registers do not hold its part of the weight, or another kernel is as fast.
     """
     parts = 2 if gated else 1
-    if M == 1 and (K < FEW_COLUMNS or (N * K <= ONE_ROW_NUMBERS and not gated)):
+    if M == 1:
+        if K >= FEW_COLUMNS and N * K > HELD_NUMBERS:
+            return None
         tiles = one_row_tiles(N // parts, K, parts)
         return tiles if parts * _words(tiles, K) <= MOST_WORDS else None
-    if M > 1 and N * K <= HELD_ROWS_NUMBERS and (K < FEW_COLUMNS or N < MIN_ROWS):
-        warps = 4
-        rows = 32 if M > 8 and N >= 960 and K < FEW_COLUMNS else 16
-        words = -(-K // (32 * warps)) * rows // 2
-        return ProductTiles("held_rows_hopper", 8 if M <= 8 else 16, rows, 32, 1, warps, 1) if words <= MOST_WORDS else None
+    if N * K > HELD_NUMBERS and (M > 8 or K >= FEW_COLUMNS):
+        return None
+    rows = 32 if M > 8 and N >= 960 and K < FEW_COLUMNS else 16
+    for warps in (4, 8) if N * K <= HELD_NUMBERS else (2,):
+        if -(-K // (32 * warps)) * rows // 2 <= MOST_WORDS:
+            return ProductTiles("held_rows_hopper", 8 if M <= 8 else 16, rows, 32, 1, warps, 1)
     return None
 
 
@@ -135,12 +139,6 @@ def one_row_tiles(N: int, K: int, parts: int) -> ProductTiles:
         return ProductTiles("one_row_hopper", 1, 2 * warps if small else warps, 256, 1, warps, 1)
     block_k = 64 if small and N >= 960 else 128
     return ProductTiles("one_row_hopper", 1, warps * 256 // block_k, block_k, 1, warps, 1)
-
-
-def one_row_each_tiles(K: int) -> ProductTiles | None:
-    """Those of its products with a stack of matrices; None: a thread's registers do not hold its part."""
-    tiles = ProductTiles("one_row_hopper", 1, 16, 64, 1, 4, 1)
-    return tiles if _words(tiles, K) <= MOST_WORDS else None
 
 
 def _words(tiles: ProductTiles, K: int) -> int:

@@ -26,7 +26,7 @@ MOST_TOKENS: dict[ExpertsKind, int] = {"dense": 64, "e4m3": 8, "int4": 8, "e2m1"
 MAX_UNGATED = 16
 # Up to so many tokens few_hopper.py multiplies with experts of these kinds on Hopper GPUs, if a token has at most
 # MOST_HOPPER_CHOSEN experts, which the warps of the second product share evenly.
-MOST_HOPPER: dict[ExpertsKind, int] = {"e2m1": 1, "int4": 8}
+MOST_HOPPER: dict[ExpertsKind, int] = {"e4m3": 1, "e2m1": 1, "int4": 8}
 MOST_HOPPER_CHOSEN = 8
 SMS = 132  # of an H200
 FEW = 64  # threshold in pairs: fewer have too few tiles for all SMs
@@ -135,6 +135,8 @@ def few_hopper_tiles(tokens: int, kind: ExpertsKind) -> MixtureTiles:
     """Those of few_hopper.py.  Its warps are slices."""
     if tokens > 1:
         tiles = ExpertTiles(8, 16, 4, 1, 4, slices=4), ExpertTiles(8, 16, 8, 1, 2, splits=2, slices=8)
+    elif kind == "e4m3":
+        tiles = ExpertTiles(8, 16, 4, 1, 4, slices=4), ExpertTiles(8, 16, 8, 1, 6, splits=2, slices=8)
     elif kind == "e2m1":
         tiles = ExpertTiles(8, 16, 4, 1, 6, slices=4), ExpertTiles(8, 16, 8, 1, 6, splits=2, slices=8)
     else:

@@ -11,8 +11,7 @@ Order of chained launches: the kernel triggers right after its wait.
 
 This module knows no model's shapes and chooses no tiles.
 
-Shapes: K in, N out; a gated product's weight has 2N rows: gate rows first, then up rows.  A product of heads multiplies row b
-of B rows of x with matrix b of a stack.
+Shapes: K in, N out; a gated product's weight has 2N rows: gate rows first, then up rows.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ VECTOR = 8  # numbers that a thread loads at once
 
 @gluon.jit
 def one_row_kernel(
-    x,  # [B, K]
-    weight,  # [B, N, K], of a gated product [2 * N, K]
+    x,  # [1, K]
+    weight,  # [N, K], of a gated product [2 * N, K]
     bias,  # [N] or [2 * N]
-    y,  # [B, N]
-    N, stride_xb, stride_wb, stride_yb,
+    y,  # [1, N]
+    N,
     K: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GATED: gl.constexpr, HAS_BIAS: gl.constexpr,
     PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
@@ -47,9 +46,8 @@ def one_row_kernel(
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_K, BLOCK_K // 8], [num_warps, 1], [1, 0])
     n = gl.program_id(0) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, layout))
     k = gl.arange(0, BLOCK_K, gl.SliceLayout(0, layout))
-    b = gl.program_id(1).to(gl.int64)
     row_N = gl.where(n < N, n, 0)  # a row that is not there reads row 0, and is not stored
-    at_N = weight + b * stride_wb + row_N.to(gl.int64) * K
+    at_N = weight + row_N.to(gl.int64) * K
     words = _in_parts(at_N[:, None] + k[None, :], k[None, :], K, BLOCK_K)
     first = gl.zeros([BLOCK_N], gl.float32, gl.SliceLayout(1, layout))
     second = first
@@ -63,12 +61,12 @@ def one_row_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    parts = _in_parts(x + b * stride_xb + k, k, K, BLOCK_K)
+    parts = _in_parts(x + k, k, K, BLOCK_K)
     first += _sum(words, parts, K, BLOCK_K)
     if GATED:
         second += _sum(more_words, parts, K, BLOCK_K)
         first = first / (1 + gl.exp(-first)) * second
-    gl.store(y + b * stride_yb + n, first.to(y.dtype.element_ty), mask=n < N)
+    gl.store(y + n, first.to(y.dtype.element_ty), mask=n < N)
 
 
 @gluon.jit
@@ -103,20 +101,8 @@ def launch_one_row(x_1K: Tensor, weight_NK: Tensor, bias_N: Tensor | None, gated
     assert x_1K.shape == (1, K) and x_1K.stride(1) == 1 and weight_NK.is_contiguous() and x_1K.dtype == weight_NK.dtype
     assert K % VECTOR == 0 and (bias_N is None or bias_N.shape == (rows,))
     y_1N = x_1K.new_empty(1, outs)
-    one_row_kernel[(triton.cdiv(outs, tiles.block_n), 1)](
-        x_1K, weight_NK, weight_NK if bias_N is None else bias_N, y_1N, outs, 0, 0, 0, K=K, BLOCK_N=tiles.block_n,
+    one_row_kernel[(triton.cdiv(outs, tiles.block_n),)](
+        x_1K, weight_NK, weight_NK if bias_N is None else bias_N, y_1N, outs, K=K, BLOCK_N=tiles.block_n,
         BLOCK_K=tiles.block_k, GATED=gated, HAS_BIAS=bias_N is not None, num_warps=tiles.warps, **chained(x_1K.device),
     )  # fmt: skip
     return y_1N
-
-
-def launch_one_row_each(x_1BK: Tensor, weight_BNK: Tensor, out_1BN: Tensor, tiles: ProductTiles) -> None:
-    """Row b of the only token times matrix b, into out_1BN, of which a row's numbers are contiguous, as a matrix's are."""
-    B, N, K = weight_BNK.shape
-    assert x_1BK.shape == (1, B, K) and out_1BN.shape == (1, B, N) and x_1BK.stride(2) == out_1BN.stride(2) == 1
-    assert x_1BK.dtype == weight_BNK.dtype and weight_BNK.stride()[1:] == (K, 1) and K % VECTOR == 0
-    one_row_kernel[(triton.cdiv(N, tiles.block_n), B)](
-        x_1BK, weight_BNK, weight_BNK, out_1BN, N, x_1BK.stride(1), weight_BNK.stride(0), out_1BN.stride(1), K=K,
-        BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, GATED=False, HAS_BIAS=False, num_warps=tiles.warps,
-        **chained(x_1BK.device),
-    )  # fmt: skip

@@ -2,8 +2,8 @@
 
 Each program adds the residual stream and what the block before left, norms the sum, and multiplies the whole normed row with a
 few rows of the router's weight, which it has loaded before its wait; the first one stores the sum and its norm.  So every
-program reads the row, which lies in L2, and the launch of a norm is saved.  Experts are then chosen as router_triton.py's kernel of one
-token does it, or by the experts' own kernels (CHOOSES is False).
+program reads the row, which lies in L2, and the launch of a norm is saved.  Experts are then chosen as router_triton.py's
+kernel of one token does it, or by the experts' own kernels (CHOOSES is False).
 
 Order of chained launches (specdec/ops/launch.py): the kernel triggers before its wait, and reads weights alone before it.
 

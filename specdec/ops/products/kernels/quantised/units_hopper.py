@@ -1,6 +1,6 @@
 """What the kernels of few_hopper.py are made of: words of experts in registers, their products, and sums over slices.
 
-A unit is 64 bytes of a row of a matrix: 128 columns in 4 bits.  A warp takes units of BLOCK_N rows by itself:
+A unit is 64 bytes of a row of a matrix: 128 columns in 4 bits, 64 in 8.  A warp takes units of BLOCK_N rows by itself:
 a thread loads 16 bytes of each of its rows, and these are exactly the values that the tensor cores' instruction (mma) expects
 of it, if 32 columns are taken in another order: thread t of four has columns 8t to 8t + 7.  Columns of x are loaded in the same
 order, and a sum does not depend on it.  So no word passes through shared memory, nothing waits for another warp, and the loads
