@@ -23,7 +23,7 @@ M is the rows of x, N the rows of the weight, K the columns of both.
 | experts/few_tokens_triton | 16, 8, 4 | 1-64 | 9.0 and later | a mixture in two launches: 24 us in place of 71 at one token |
 | quantised/few_hopper | 8, 4 | 1-8 | 9.0 | words go from memory to the tensor cores: a layer in 29 us in place of 43 |
 | experts/router_triton | 16, 32 | 1-256 | 8.0, 9.0 and later | logits and choice in one launch: 6 us in place of 23 |
-| experts/norm_router_triton | 16 | 1-1 | 8.0, 9.0 and later | a single token's router and the norm in front of it: a launch less |
+| experts/norm_router_triton | 16 | 1-1 | 8.0, 9.0 and later | one token's router and the norm in front of it: a launch less |
 | experts/router_many_triton | 16, 32 | 257- | 8.0, 9.0 and later | as above: a program reads the whole weight |
 | experts/grouped_hopper | 16 | 65- | 9.0 | many rows an expert: the activation costs nothing |
 | experts/stacked_triton | 16 | 1- | 9.0 and later | sorted pairs, up to 64 an expert; in one order of sums: heads, routers |
