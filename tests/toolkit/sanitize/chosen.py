@@ -71,7 +71,7 @@ CHOSEN: dict[str, list[str]] = {
         "test_a_token_alone_has_the_experts_of_the_definition[sigmoid, corrected-160]"
     ],
     "norm_router_kernel": [
-        "tests/ops/products/experts/test_norm_router.py::"
+        "tests/ops/products/experts/test_unchosen.py::"
         "test_a_norm_and_a_router_equal_their_definitions[sigmoid, corrected-40-160-3]"
     ],
     "router_many_kernel": [f"{ROUTED}::test_one_launch_chooses_as_the_definition[sigmoid, groups' best two-21-True-tiles2]"],

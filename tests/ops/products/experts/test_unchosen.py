@@ -1,8 +1,9 @@
-"""A router of one token, and experts' kernels that choose its experts themselves, against float64 and the router that chooses.
+"""A router of one token, with the norm in front of it or without, and experts' kernels that choose its experts themselves:
+against float64 and the router that chooses.
 
 On a GPU in bfloat16, else in float16 under Triton's interpreter, which knows no kernel for Hopper GPUs.
 
-Shapes: H hidden size, E experts, K experts of a token (top_k), F intermediate size of an expert.
+Shapes: H hidden size, E experts, K experts of a token (top_k), F intermediate size of an expert, S splits of what a norm adds.
 """
 
 from __future__ import annotations
@@ -12,21 +13,52 @@ from dataclasses import replace
 import pytest
 import torch
 from toolkit.inside.captures import capturing
-from toolkit.kernels import HAS_GPU, MARK, fence_new_memory
-from toolkit.one_token import RULES, of_one, router_of
+from toolkit.kernels import DEVICE, HAS_GPU, MARK, fence_new_memory
 from toolkit.quantised_weights import FORMS, error, exact_mixture, experts_of, rand
 from torch import Tensor
 
+from specdec.ops.norm import rms_norm
 from specdec.ops.products.experts import SwiGLU, few_tokens_experts, mixture_tiles
-from specdec.ops.products.kernels.experts import choosing_triton
+from specdec.ops.products.kernels.experts import choosing_triton, norm_router_triton
 from specdec.ops.products.numerics import FAST
-from specdec.ops.products.own_pairs import own_pairs
-from specdec.ops.products.routing import RouterRule, RouterWeights, choose, may_wait, routed, router_tiles, unchosen
+from specdec.ops.products.own_pairs import Kept, LiveRows, own_pairs
+from specdec.ops.products.partials import Partials
+from specdec.ops.products.routing import (
+    RouterRule,
+    RouterWeights,
+    choose,
+    may_wait,
+    normed_routed,
+    routed,
+    router_tiles,
+    unchosen,
+)
 from specdec.ops.products.tiles.experts import RouterTiles, few_hopper_tiles
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 needs_hopper = pytest.mark.skipif(not HAS_HOPPER, reason="kernels for Hopper GPUs")
 TILES = RouterTiles(4, 16, 512, 4)
+RULES = {
+    "softmax": RouterRule(3, "softmax"),
+    "softmax, normed": RouterRule(3, "softmax", normed=True, scaling=1.7),
+    "sigmoid, corrected": RouterRule(3, "sigmoid", True, groups=1, top_groups=1, normed=True, scaling=1.8),
+    "least sum": RouterRule(3, "softmax", True, normed=True, least_sum=0.9),
+    "chosen": RouterRule(3, "softmax of chosen", biased=True),
+}
+
+
+def router_of(rule: RouterRule, E: int, H: int, seed: int = 1) -> RouterWeights:
+    generator = torch.Generator().manual_seed(seed)
+    weight, number = rand(E, H, seed=seed) / H**0.5, torch.randn(E, generator=generator).to(DEVICE)
+    return RouterWeights(
+        weight.float() if rule.biased else weight, number if rule.biased else None, number if rule.corrected else None
+    )  # fmt: skip
+
+
+def of_one(live: int) -> Kept:
+    """Experts 3 to 8 are here; live: whether the token is needed."""
+    active, last = torch.tensor([live], dtype=torch.int32, device=DEVICE), torch.tensor([0], device=DEVICE)
+    return Kept(range(3, 9), LiveRows(active, last))
 
 
 @pytest.mark.parametrize("E", [12, 160])
@@ -84,6 +116,47 @@ def test_who_may_leave_the_choice_to_the_experts() -> None:
     assert may_wait(router, RULES["softmax"], 12) and may_wait(router, RULES["sigmoid, corrected"], 12)
     assert not may_wait(router, replace(RULES["softmax"], groups=4, top_groups=2), 12)
     assert not may_wait(router, RULES["softmax"], 11)
+
+
+@pytest.mark.parametrize(("H", "E", "S"), [(1100, 12, 1), (40, 160, 3), (300, 12, 6)])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_norm_and_a_router_equal_their_definitions(
+    rule: str, H: int, E: int, S: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keeps out: a norm of a part of the row, or of the stream without what is added; a sum or a norm that nobody stores;
+    logits of the row before its norm; rows of the weight that no program has; columns and experts beyond the last one.
+    """
+    how, x, norm = RULES[rule], 2 * rand(1, H, seed=5), 1 + rand(H, seed=6) / 4
+    router = router_of(how, E, H)
+    delta = rand(1, H, seed=7) if S == 1 else Partials(torch.randn(S, 1, H).to(DEVICE), x.dtype)
+    fences = [] if HAS_GPU else fence_new_memory(choosing_triton, monkeypatch)
+    more = fence_new_memory(norm_router_triton, monkeypatch)
+    with torch.inference_mode():
+        total, normed, found = normed_routed(x, delta, norm, 1e-5, router, how, E)
+        waiting = normed_routed(x, delta, norm, 1e-5, router, how, E, chooses=False)[2]
+    want = x + (delta.tensor() if isinstance(delta, Partials) else delta)
+    assert torch.equal(total, want)
+    exact = rms_norm(want.double().cpu(), norm.double().cpu(), 1e-5)
+    assert float((normed.double().cpu() - exact).norm() / exact.norm()) < 6e-3
+    logits = normed.double() @ router.weight_LH.double().T
+    assert float((waiting.parts[0, :E].double() - logits[0]).norm() / logits.norm()) < 1e-5
+    logits = logits + (0 if router.bias_E is None else router.bias_E)
+    weights_1K, ids_1K = choose(logits, how, None if router.correction_E is None else router.correction_E.double())
+    assert torch.equal(found.out[1], ids_1K)
+    torch.testing.assert_close(found.out[0].double(), weights_1K, atol=1e-5, rtol=1e-5)
+    assert all(bool((fence == MARK).all()) for fence in (*fences, *more))
+
+
+@pytest.mark.parametrize("live", [0, 1])
+def test_pairs_are_skipped_as_afterwards(live: int) -> None:
+    """Keeps out: experts of other ranks that are computed here, and tokens of padded rows."""
+    rule, x, delta, norm = RULES["softmax, normed"], rand(1, 40, seed=4), rand(1, 40, seed=1), rand(40)
+    router, kept = router_of(rule, 12, 40), of_one(live)
+    with torch.inference_mode():
+        alone = normed_routed(x, delta, norm, 1e-5, router, rule, 12)[2]
+        got = normed_routed(x, delta, norm, 1e-5, router, rule, 12, kept)[2]
+    weights_1K, ids_1K = own_pairs(*alone.out[:2], *kept)
+    assert torch.equal(got.out[0], weights_1K) and torch.equal(got.out[1], ids_1K)
 
 
 @pytest.mark.gpu
