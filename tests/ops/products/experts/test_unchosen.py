@@ -162,7 +162,7 @@ def test_pairs_are_skipped_as_afterwards(live: int) -> None:
 @pytest.mark.gpu
 @needs_hopper
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("name", ["int4", "mxfp4"])
+@pytest.mark.parametrize("name", ["int4", "mxfp4", "fp8 blocks"])
 def test_kernels_choose_what_the_router_does(name: str, rule: str) -> None:
     """Keeps out: another pair's expert or weight; down's biases weighed by what nobody has written yet; ids that nobody
     writes; and what the second test of this file keeps out.
@@ -186,10 +186,11 @@ def test_kernels_choose_what_the_router_does(name: str, rule: str) -> None:
 
 @pytest.mark.gpu
 @needs_hopper
-def test_published_sizes_and_replays() -> None:
+@pytest.mark.parametrize(("name", "E", "H", "F"), [("int4", 128, 2048, 768), ("fp8 blocks", 48, 1024, 256)])
+def test_published_sizes_and_replays(name: str, E: int, H: int, F: int) -> None:
     """Keeps out: logits of the replay before, which down reads before its wait; another layer's, whose memory is used again."""
-    E, H, F, rule = 128, 2048, 768, RouterRule(8, "softmax", normed=True)
-    experts, router, x = experts_of(FORMS["int4"], E, H, F, None), router_of(rule, E, H), rand(1, H)
+    rule = RouterRule(8, "softmax", normed=True)
+    experts, router, x = experts_of(FORMS[name], E, H, F, None), router_of(rule, E, H), rand(1, H)
     with torch.inference_mode():  # otherwise the policy has no tiles: kernels record no gradient
         tiles = mixture_tiles(x, experts, rule.top_k, FAST)
         assert tiles is not None and tiles.chooses and isinstance(router_tiles(x, router, E, FAST), RouterTiles)
