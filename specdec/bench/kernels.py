@@ -38,7 +38,10 @@ PATTERNS = (  # the first pattern that occurs in a kernel's short name says its 
         r"attention|paged|latent|suffix|store|flash|fmha|sinks|subtract|upconvert|_scores|kv_blocks|_queries|first_keys|local_"
         r"|^(filter|select|rows_hopper|wide_hopper|wide_many_hopper|merge_rows|path)_kernel",
     ),
-    (GEMM, r"gemm|gemv|nvjet|cutlass|splitk|cublas|linear|quantis|expert|router|few_|_pairs|spread|weighted_sum|take_columns"),
+    (
+        GEMM,
+        r"gemm|gemv|nvjet|cutlass|splitk|cublas|linear|quantis|expert|router|few_|held_|one_row|_pairs|spread|weighted_sum|take_columns",
+    ),
     (TREE, r"(?<!s)top|sort|radix|scan|merge|level|expand|fork|grow|best|narrow|cutoff|tables|tokens|accept|move|rows"),
     (
         TREE,

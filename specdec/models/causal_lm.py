@@ -84,8 +84,10 @@ class PreNormLayer(TargetLayer):
         """See TargetLayer."""
         attended = self.self_attn(normed_TH, rotation, attn, layer, rows_R)
         x = x_TH if rows_R is None else select_rows(x_TH, rows_R)
+        if isinstance(self.mlp, MixtureOfExperts):
+            return self.mlp.after_norm(x, attended, self.post_attention_layernorm, partials=self.norm_follows)
         x, normed = self.post_attention_layernorm.add(x, attended)
-        adds_up = self.norm_follows and isinstance(self.mlp, MLP | MixtureOfExperts)
+        adds_up = self.norm_follows and isinstance(self.mlp, MLP)
         return x, self.mlp(normed, partials=True) if adds_up else self.mlp(normed)
 
 

@@ -78,11 +78,11 @@ def add_rms_norm_kernel(
         source = tl.load(ids + row)
     value = tl.load(x + source * stride_x + h, mask=ok, other=0.0)
     if HAS_DELTA:
-        added = _product(
+        added = row_of_product(
             delta + row * stride_delta, h, ok, stride_partial, times, value.dtype, PARTIALS, PADDED_PARTIALS, HAS_TIMES
         )
         if PARTIALS_2 > 0:
-            added += _product(
+            added += row_of_product(
                 second + row * stride_second, h, ok, stride_partial_2, times_2, value.dtype, PARTIALS_2, PADDED_PARTIALS_2,
                 HAS_TIMES_2,
             )  # fmt: skip
@@ -102,7 +102,7 @@ def add_rms_norm_kernel(
 
 
 @triton.jit
-def _product(
+def row_of_product(
     at, h, ok, stride_partial, times, DTYPE: tl.constexpr, PARTIALS: tl.constexpr, PADDED_PARTIALS: tl.constexpr,
     HAS_TIMES: tl.constexpr,
 ):  # fmt: skip
@@ -262,7 +262,7 @@ def _launch_rows(
     x_TH, H, total_TH = _rows(x), x.shape[-1], _rows(total)
     T, C, below = len(total_TH), 0 if below_CH is None else len(below_CH), x_TH if below_CH is None else below_CH
     first, second = delta if isinstance(delta, TwoProducts) else (x_TH if delta is None else delta, None)
-    one, two = _terms(first, x_TH), _terms(first if second is None else second, x_TH)
+    one, two = terms_of(first, x_TH), terms_of(first if second is None else second, x_TH)
     assert delta is None or one.sums_SMN.shape[1:] == two.sums_SMN.shape[1:] == x_TH.shape
     assert all(weight is None or weight.shape == (H,) for weight in (weight_H, inner_H))
     assert below.shape[1] == H and below.stride(1) == 1 and below.dtype == x.dtype
@@ -281,7 +281,7 @@ def _launch_rows(
         )  # fmt: skip
 
 
-def _terms(product: Tensor | Partials, x_TH: Tensor) -> Partials:
+def terms_of(product: Tensor | Partials, x_TH: Tensor) -> Partials:
     """As the kernel reads a product: partials, or one term in x's dtype.  Where there is none, x stands in its place."""
     if isinstance(product, Tensor):
         product = Partials(_rows(product)[None], product.dtype)

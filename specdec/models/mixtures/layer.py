@@ -13,17 +13,19 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from specdec.models.config import ModelConfig
-from specdec.models.layers import MLP, ReluMLP
+from specdec.models.layers import MLP, ReluMLP, RMSNorm
 from specdec.models.linear import Linear, LinearStack
 from specdec.models.making import new_weight
 from specdec.models.mixtures.live import live_now
 from specdec.models.mixtures.products import SharedMLP, chooses, mixture
 from specdec.models.mixtures.router import Router
 from specdec.models.mixtures.rules import ExpertsConfig
+from specdec.ops.launch import use_kernels
 from specdec.ops.operator import is_traced
 from specdec.ops.products.experts import Form, inputs_of
 from specdec.ops.products.own_pairs import Kept
-from specdec.ops.products.partials import Delta, TwoProducts, added_up
+from specdec.ops.products.partials import Delta, Partials, TwoProducts, added_up
+from specdec.ops.products.routing import Routed, Unchosen
 from specdec.parallel.shard import WHOLE
 
 
@@ -65,16 +67,52 @@ class MixtureOfExperts(nn.Module):
 
         Ranks that share the layer get sums.
         """
-        live, experts = None if is_traced(x_TH) else live_now(), self.experts
-        skips = experts.own is not None or live is not None
-        stacks, numerics = (self.gate_up_proj, self.down_proj), self.router.numerics
-        form = Form(experts.activation, self.gate_up_bias_EG, self.down_bias_EH, skips)
-        read_TH, kept, choice = x_TH if routed_TH is None else routed_TH, Kept(experts.held, live) if skips else None, None
-        if self.watch is None and self.to_latents is None and chooses(x_TH, experts.router.top_k, *stacks, form, numerics):
+        read_TH, kept, choice = x_TH if routed_TH is None else routed_TH, self._kept(x_TH), None
+        if self._chooses(x_TH):
             choice = self.router.unchosen(read_TH, kept)
-        topk_weights_TK, topk_ids_TK, shared_T1 = self.router(read_TH, kept) if choice is None else choice.out
+        return self._of_chosen(x_TH, self.router(read_TH, kept) if choice is None else choice.out, choice, partials)
+
+    def after_norm(self, x_TH: Tensor, delta_TH: Delta, norm: RMSNorm, partials: bool = False) -> tuple[Tensor, Delta]:
+        """The pair (x + delta, this mixture of the norm of that).  A single token's norm and router are one launch on a GPU."""
+        adds = isinstance(delta_TH, Tensor) or (isinstance(delta_TH, Partials) and delta_TH.times == 1)
+        if adds and norm.group.size == 1 and self.to_latents is None and use_kernels(x_TH):
+            assert isinstance(delta_TH, Tensor | Partials)
+            chooses = self._chooses(x_TH)
+            found = self.router.after_norm(x_TH, delta_TH, norm.weight, norm.eps, self._kept(x_TH), not chooses)
+            if found is not None:
+                x_TH, normed_TH, choice = found
+                return x_TH, self._of_chosen(normed_TH, choice.out, choice if chooses else None, partials)
+        x_TH, normed_TH = norm.add(x_TH, delta_TH)
+        return x_TH, self(normed_TH, partials)
+
+    def _kept(self, x_TH: Tensor) -> Kept | None:
+        """Which pairs of a token and an expert are computed; None: all."""
+        live = None if is_traced(x_TH) else live_now()
+        return Kept(self.experts.held, live) if self.experts.own is not None or live is not None else None
+
+    def _form(self, skips: bool) -> Form:
+        return Form(self.experts.activation, self.gate_up_bias_EG, self.down_bias_EH, skips)
+
+    def _chooses(self, x_TH: Tensor) -> bool:
+        """Whether the experts' kernels choose a token's experts themselves."""
+        if self.watch is not None or self.to_latents is not None:
+            return False
+        stacks, top_k = (self.gate_up_proj, self.down_proj), self.experts.router.top_k
+        return chooses(x_TH, top_k, *stacks, self._form(self._kept(x_TH) is not None), self.router.numerics)
+
+    def _of_chosen(self, x_TH: Tensor, found: Routed, choice: Unchosen | None, partials: bool) -> Delta:
+        """The sum over experts.
+
+        found: what the router gives.  choice: what experts' kernels choose from, which then fill `found`.
+        """
+        topk_weights_TK, topk_ids_TK, shared_T1 = found
         if self.watch is not None:
             self.watch(topk_ids_TK)
+        stacks, numerics, form = (
+            (self.gate_up_proj, self.down_proj),
+            self.router.numerics,
+            self._form(self._kept(x_TH) is not None),
+        )
         shared = None if self.shared is None else SharedMLP(self.shared, shared_T1)
         partials = partials and self.is_alone
         if self.to_latents is None or self.from_latents is None:

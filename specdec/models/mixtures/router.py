@@ -14,7 +14,17 @@ from specdec.models.linear import Multiplying
 from specdec.models.making import made_now, new_weight
 from specdec.models.mixtures.rules import ExpertsConfig
 from specdec.ops.products.own_pairs import Kept, own_pairs
-from specdec.ops.products.routing import RouterWeights, Unchosen, choose, may_wait, routed, router_tiles, unchosen
+from specdec.ops.products.partials import Partials
+from specdec.ops.products.routing import (
+    RouterWeights,
+    Unchosen,
+    choose,
+    may_wait,
+    normed_routed,
+    routed,
+    router_tiles,
+    unchosen,
+)
 from specdec.ops.products.stacked import each_linear
 from specdec.ops.products.tiles.experts import RouterTiles
 
@@ -56,6 +66,17 @@ class Router(Multiplying):
         if not isinstance(tiles, RouterTiles) or not may_wait(weights, self.rule, self.count):
             return None
         return unchosen(x_1H, weights, self.rule, self.count, kept)
+
+    def after_norm(
+        self, x_1H: Tensor, delta_1H: Tensor | Partials, norm_H: Tensor, eps: float, kept: Kept | None, chooses: bool
+    ) -> tuple[Tensor, Tensor, Unchosen] | None:
+        """(x + delta, its norm, what is chosen of it or to be chosen), in one launch; None: it takes two."""
+        weights = RouterWeights(self.weight, self.bias_E, self.correction_E)
+        tiles = router_tiles(x_1H, weights, self.count, self.numerics)
+        is_one = len(x_1H) == 1 and isinstance(tiles, RouterTiles) and may_wait(weights, self.rule, self.count)
+        if not is_one or self.weight.itemsize > 2:  # of float32 each program has a row, and nothing is gained
+            return None
+        return normed_routed(x_1H, delta_1H, norm_H, eps, weights, self.rule, self.count, kept, chooses)
 
     def _logits(self, x_TH: Tensor, in_order: bool) -> Tensor:
         if in_order:

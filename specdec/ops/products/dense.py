@@ -174,6 +174,14 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, tiles: 
             from specdec.ops.products.kernels.dense.stream_hopper import launch_hopper_linear
 
             return launch_hopper_linear(x, weight, bias, gated, tiles, partials)
+        case "one_row_hopper":
+            from specdec.ops.products.kernels.dense.one_row_hopper import launch_one_row
+
+            return launch_one_row(x, weight, bias, gated, tiles)
+        case "held_rows_hopper":
+            from specdec.ops.products.kernels.dense.held_rows_hopper import launch_held_rows
+
+            return launch_held_rows(x, weight, bias, gated, tiles)
         case "gated_hopper":
             from specdec.ops.products.kernels.dense.gated_hopper import launch_gated_hopper
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from specdec.ops.launch import use_kernels
 from specdec.ops.products.numerics import Numerics
 from specdec.ops.products.own_pairs import Kept
+from specdec.ops.products.partials import Partials
 from specdec.ops.products.tiles.experts import ManyRouterTiles, RouterTiles
 
 if TYPE_CHECKING:
@@ -113,6 +114,19 @@ def unchosen(x_1H: Tensor, router: RouterWeights, rule: RouterRule, experts: int
     from specdec.ops.products.kernels.experts.router_triton import launch_router_one
 
     return launch_router_one(x_1H, router, rule, experts, kept, chooses=False)
+
+
+def normed_routed(
+    x_1H: Tensor, delta_1H: Tensor | Partials, norm_H: Tensor, eps: float, router: RouterWeights, rule: RouterRule,
+    experts: int, kept: Kept | None = None, chooses: bool = True,
+) -> tuple[Tensor, Tensor, Unchosen]:  # fmt: skip
+    """(x + delta, its norm, `unchosen` of the norm), of a single token and a router that `may_wait`, in one launch.
+
+    chooses: whether the result's `out` is what `routed` gives.
+    """
+    from specdec.ops.products.kernels.experts.norm_router_triton import launch_norm_router
+
+    return launch_norm_router(x_1H, delta_1H, norm_H, eps, router, rule, experts, kept, chooses)
 
 
 def may_wait(router: RouterWeights, rule: RouterRule, experts: int) -> bool:

@@ -34,7 +34,7 @@ from specdec.ops.products.tiles.experts import ExpertsKind, ExpertTiles, Mixture
 
 interpreted = pytest.mark.skipif(HAS_GPU, reason="the interpreter's turn")
 
-LAUNCHES = ("launch_router", "launch_router_one"), ("launch_few_gate_up",), ("launch_few_down",)
+LAUNCHES = ("launch_router", "launch_router_one", "launch_norm_router"), ("launch_few_gate_up",), ("launch_few_down",)
 GROUPED = RouterRule(3, "sigmoid", True, groups=4, top_groups=2, group_best=2, normed=True, scaling=1.5)
 MIXTURES = {
     "qwen2-moe": ExpertsConfig(8, 24, RouterRule(3, "softmax", normed=True), shared_size=20, shared_gated=True),

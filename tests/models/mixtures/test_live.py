@@ -136,3 +136,26 @@ def test_rounds_say_which_tokens_are_needed(tmp_path: Path) -> None:
     assert all((ids[3] == ids.max()).all() and ids.max() == 8 for ids in of_four)
     extends = [ids for ids in of_four if ids.shape[1] == 4]
     assert any((ids[0, -1] == 8).all() for ids in extends) and all((ids[0, 0] < 8).all() for ids in extends)
+
+
+@pytest.mark.gpu
+@torch.inference_mode()
+@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral", "glm4-moe", "qwen2-moe"])
+def test_a_token_alone_is_normed_and_routed_in_one_launch(name: str, tmp_path: Path) -> None:
+    """Keeps out: a mixture of another row than the norm's, a stream without what attention adds, and a padded token's experts.
+
+    Rules that rank groups, and weights of shared experts, take two launches.
+    """
+    folder = save_mixture(tmp_path / "m", name)
+    model = load_chosen(choose_target(folder), folder, 64, torch.device("cuda"), torch.bfloat16, False)
+    layer = next(part for part in model.modules() if isinstance(getattr(part, "mlp", None), MixtureOfExperts))
+    mixture, norm = layer.mlp, layer.post_attention_layernorm
+    generator = torch.Generator().manual_seed(3)
+    for live in (1, 0):
+        x, delta = (torch.randn(1, model.config.hidden_size, generator=generator).to("cuda", torch.bfloat16) for _ in range(2))
+        with live_rows(torch.tensor([live], dtype=torch.int32, device="cuda")):
+            total, got = mixture.after_norm(x, delta, norm)
+            want_total, normed = norm.add(x, delta)
+            want = mixture(normed)
+        assert torch.equal(total, want_total)
+        torch.testing.assert_close(got, want, atol=1e-2 * float(want.abs().max()) + 1e-6, rtol=2e-2)

@@ -32,9 +32,9 @@ from specdec.ops.products.gpus import match_of
 from specdec.ops.products.lossless import LosslessWeight
 from specdec.ops.products.numerics import FAST, INVARIANT
 from specdec.ops.products.own_pairs import LiveRows, own_pairs
-from specdec.ops.products.partials import NormedProduct, TwoProducts, multiplied
+from specdec.ops.products.partials import NormedProduct, Partials, TwoProducts, multiplied
 from specdec.ops.products.quantised import QuantisedWeight
-from specdec.ops.products.routing import RouterRule, RouterWeights, routed
+from specdec.ops.products.routing import RouterRule, RouterWeights, normed_routed, routed
 from specdec.ops.products.stacked import each_linear, experts_linear, weighted_sum
 from specdec.ops.products.tiles.experts import few_hopper_tiles, few_tokens_tiles, router_tiles
 from specdec.ops.rows import prepend, take_columns, take_rows, take_run
@@ -54,6 +54,10 @@ def products() -> None:
                 linear(x, halves(H, H), halves(H), INVARIANT)
                 gated_linear(x, halves(2 * F, H), None, INVARIANT)
         linear(halves(rows, HIDDEN), halves(VOCABULARY, HIDDEN))
+        if rows <= 16:  # of SmolLM2-135M's widths
+            linear(halves(rows, 576), halves(960, 576), halves(960))
+            gated_linear(halves(rows, 576), halves(3072, 576))
+            linear(halves(rows, 1536), halves(576, 1536))
         silu_mul(halves(rows, 2 * 14336))
         relu2(halves(rows, 21504))
     for T in (1, 60, 2048):
@@ -156,6 +160,10 @@ def dense_mixtures() -> None:
             correction, router = floats(E) if rule.corrected else None, router_tiles(T, E)
             routed(halves(T, H), RouterWeights(halves(E, H), None, correction), rule, E, router)
             routed(halves(T, H), RouterWeights(halves(E + 1, H), None, correction), rule, E, router)
+            for delta in (halves(T, H), Partials(floats(4, T, H), torch.bfloat16)) if T == 1 and not rule.groups else ():
+                weights = RouterWeights(halves(E, H), None, correction)
+                normed_routed(halves(T, H), delta, halves(H), 1e-6, weights, rule, E)
+                normed_routed(halves(T, H), delta, halves(H), 1e-6, weights, rule, E, chooses=False)
         gpt_oss = RouterRule(4, "softmax of chosen", biased=True)
         router = router_tiles(T, 32)
         routed(halves(T, 2880), RouterWeights(floats(32, 2880), floats(32), None), gpt_oss, 32, router)

@@ -26,6 +26,8 @@ CHOSEN: dict[str, list[str]] = {
         "tests/ops/products/test_linear.py::test_hopper_equals_the_definition[31-72-1000-tiles4-True-dtype1]",
         "tests/ops/test_partials.py::test_partials_are_the_product[1544-2088-9]",
     ],
+    "one_row_kernel": ["tests/ops/products/test_one_row.py::test_a_row_equals_the_definition[16-64-4-True-dtype0]"],
+    "held_rows_kernel": ["tests/ops/products/test_one_row.py::test_few_rows_equal_the_definition[16-32-4-True-dtype0]"],
     "gated_linear_kernel": ["tests/ops/products/test_linear.py::test_gated_hopper_equals_the_definition[1100-264-72-5-dtype1]"],
     "large_n_linear_kernel": [
         "tests/ops/products/test_linear.py::test_large_n_equals_the_definition[72-64-27-32-gated-dtype2]"
@@ -67,6 +69,10 @@ CHOSEN: dict[str, list[str]] = {
     "router_one_kernel": [
         "tests/ops/products/experts/test_unchosen.py::"
         "test_a_token_alone_has_the_experts_of_the_definition[sigmoid, corrected-160]"
+    ],
+    "norm_router_kernel": [
+        "tests/ops/products/experts/test_unchosen.py::"
+        "test_a_norm_and_a_router_equal_their_definitions[sigmoid, corrected-40-160-3]"
     ],
     "router_many_kernel": [f"{ROUTED}::test_one_launch_chooses_as_the_definition[sigmoid, groups' best two-21-True-tiles2]"],
     "experts_linear_kernel": ["tests/ops/products/experts/test_stacked.py::test_experts_equal_the_definition[7-2]"],

@@ -82,7 +82,7 @@ def scales_form(kind: Kind, group_size: int) -> str:
 def has_units(weight: QuantisedStack) -> bool:
     """Whether the kernels in kernels/quantised/few_hopper.py take weights of this form, 32 columns and 16 rows at a time."""
     form = scales_form(weight.kind, weight.group_size)
-    has_scales = form == "powers" or (form in ("row", "step") and weight.kind == "int4")
+    has_scales = form == "powers" or (form in ("row", "step") and weight.kind in ("e4m3", "int4"))
     return has_scales and weight.zero_points_RG is None and weight.columns % LANES == 0 and weight.rows % 16 == 0
 
 

@@ -25,10 +25,17 @@ FEW_COLUMNS = 768
 # rows of x, 1,024 x 4,096 takes 4.8 us on an H200 (11.0 by the Triton kernel), 256 x 4,096 4.2 (10.9).  With up to 8, weights
 # of SMALL_ROWS_OF_8 and more: 1,344 x 2,048 (GLM-4.7-Flash's q_a and kv_a) takes 4.9 us with a norm (6.3).
 SMALL_ROWS, SMALL_ROWS_OF_8, SMALL_COLUMNS, SMALL_SPLITS = 256, 1024, 2048, 4
+# Thresholds in numbers of a weight: up to so many, registers hold it before x exists, and with fewer columns than FEW_COLUMNS
+# larger ones, for up to 8 rows; up to so many, one row's product has about 64 programs.  MOST_WORDS: of a weight, 32 bits each,
+# that a thread holds.
+HELD_NUMBERS, SMALL_NUMBERS, MOST_WORDS = 1 << 21, 1 << 20, 96
 SMS, WAVE_FULL = 132, 0.8  # SMs of an H100; threshold: the share of SMs that must have work, on average over all waves
 LARGE_M, LARGE_M_FULL = 512, 0.9  # thresholds for gated_hopper.py's kernel: rows of x, and that share
 
-Kernel = Literal["stream_triton", "large_n_triton", "tiled_triton", "stream_hopper", "gated_hopper"]  # files of kernels/dense/
+# files of kernels/dense/
+Kernel = Literal[
+    "stream_triton", "large_n_triton", "tiled_triton", "stream_hopper", "gated_hopper", "one_row_hopper", "held_rows_hopper"
+]
 
 
 class ProductTiles(NamedTuple):
@@ -36,7 +43,7 @@ class ProductTiles(NamedTuple):
 
     block_m: rows of x (padded).
     block_n: rows of the weight.
-    block_k: columns of a step.
+    block_k: columns of a step; for one_row_hopper, those that a warp loads side by side.
     splits: split-K: programs that share a tile's columns; for tiled_triton, parts that one program adds up one after the other.
     warps, stages: Triton's.
     """
@@ -77,6 +84,10 @@ def product_tiles(
             block_k = 256 if is_few else 128
             stage = (64 + padded_rows(M)) * block_k * 2
             return _hopper(padded_rows(M), 64, block_k, SMALL_SPLITS, 4, min(12, WHOLE_SM // stage))
+    if kind == H200 and 0 < M <= 16 and dtype != torch.float32 and K % 8 == 0:
+        held = _tiles_in_registers(M, N, K, gated)
+        if held is not None:
+            return held
     if not 0 < M <= FEW:
         return _tiles_large_m(M, N, dtype, gated)
     block_m = max(8, 1 << (M - 1).bit_length())
@@ -98,6 +109,41 @@ def product_tiles(
         return _stream(block_m, 64, 128, -(-K // 2048), 4, 5)
     splits = -(-K // 8192)
     return _stream(block_m, 64, 128, splits, 4, 7 if -(-N // 64) * splits <= 64 else 5)
+
+
+def _tiles_in_registers(M: int, N: int, K: int, gated: bool) -> ProductTiles | None:
+    """Those of one_row_hopper.py's or held_rows_hopper.py's kernel, for weights that stream_hopper.py's does not take.
+
+    None: a thread's registers do not hold its part of the weight, or another kernel is as fast.
+    """
+    parts = 2 if gated else 1
+    if M == 1:
+        if K >= FEW_COLUMNS and N * K > HELD_NUMBERS:
+            return None
+        tiles = one_row_tiles(N // parts, K, parts)
+        return tiles if parts * _words(tiles, K) <= MOST_WORDS else None
+    if N * K > HELD_NUMBERS and (M > 8 or K >= FEW_COLUMNS):
+        return None
+    rows = 32 if M > 8 and N >= 960 and K < FEW_COLUMNS else 16
+    for warps in (4, 8) if N * K <= HELD_NUMBERS else (2,):
+        if -(-K // (32 * warps)) * rows // 2 <= MOST_WORDS:
+            return ProductTiles("held_rows_hopper", 8 if M <= 8 else 16, rows, 32, 1, warps, 1)
+    return None
+
+
+def one_row_tiles(N: int, K: int, parts: int) -> ProductTiles:
+    """For N outputs of so many rows each.  A smaller weight has fewer programs: a program's start and end take longer than its
+    reads."""
+    small, warps = parts * N * K <= SMALL_NUMBERS, 8 if N >= MIN_ROWS else 4
+    if K >= 1024:
+        return ProductTiles("one_row_hopper", 1, 2 * warps if small else warps, 256, 1, warps, 1)
+    block_k = 64 if small and N >= 960 else 128
+    return ProductTiles("one_row_hopper", 1, warps * 256 // block_k, block_k, 1, warps, 1)
+
+
+def _words(tiles: ProductTiles, K: int) -> int:
+    """32 bits each, that a thread of one_row_hopper.py's kernel holds of the weight; of one of a gated product's two rows."""
+    return 4 * -(-K // tiles.block_k) * tiles.block_n * tiles.block_k // (tiles.warps * 256)
 
 
 def padded_rows(M: int) -> int:

@@ -21,7 +21,7 @@ from specdec.ops.products.tiles.experts import ExpertTiles, MixtureTiles, few_ho
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 needs_hopper = pytest.mark.skipif(not HAS_HOPPER, reason="kernels for Hopper GPUs")
-NAMES = "int4", "mxfp4"
+NAMES = "int4", "mxfp4", "fp8 blocks", "fp8 rows"
 RELU2 = "int4 relu2", "mxfp4 relu2"
 QWEN, GPT_OSS, NEMOTRON = (2048, 768, 128, 8), (2880, 2880, 32, 4), (2688, 1856, 128, 6)
 
@@ -121,7 +121,8 @@ def test_a_token_does_not_depend_on_nan_beside_it() -> None:
 @pytest.mark.gpu
 @needs_hopper
 @pytest.mark.parametrize(
-    ("name", "sizes"), [("int4", QWEN), ("mxfp4", GPT_OSS), ("int4 relu2", NEMOTRON), ("mxfp4 relu2", NEMOTRON)]
+    ("name", "sizes"),
+    [("int4", QWEN), ("fp8 blocks", QWEN), ("mxfp4", GPT_OSS), ("int4 relu2", NEMOTRON), ("mxfp4 relu2", NEMOTRON)],
 )
 def test_published_sizes_and_replays(name: str, sizes: tuple[int, int, int, int]) -> None:
     """Keeps out: an offset that overflows 32 bits, tiles that do not cover all rows, experts that a graph reads of the captured

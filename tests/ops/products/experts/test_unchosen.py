@@ -1,8 +1,9 @@
-"""A router of one token, and experts' kernels that choose its experts themselves, against float64 and the router that chooses.
+"""A router of one token, with the norm in front of it or without, and experts' kernels that choose its experts themselves:
+against float64 and the router that chooses.
 
 On a GPU in bfloat16, else in float16 under Triton's interpreter, which knows no kernel for Hopper GPUs.
 
-Shapes: H hidden size, E experts, K experts of a token (top_k), F intermediate size of an expert.
+Shapes: H hidden size, E experts, K experts of a token (top_k), F intermediate size of an expert, S splits of what a norm adds.
 """
 
 from __future__ import annotations
@@ -16,11 +17,22 @@ from toolkit.kernels import DEVICE, HAS_GPU, MARK, fence_new_memory
 from toolkit.quantised_weights import FORMS, error, exact_mixture, experts_of, rand
 from torch import Tensor
 
+from specdec.ops.norm import rms_norm
 from specdec.ops.products.experts import SwiGLU, few_tokens_experts, mixture_tiles
-from specdec.ops.products.kernels.experts import choosing_triton
+from specdec.ops.products.kernels.experts import choosing_triton, norm_router_triton
 from specdec.ops.products.numerics import FAST
 from specdec.ops.products.own_pairs import Kept, LiveRows, own_pairs
-from specdec.ops.products.routing import RouterRule, RouterWeights, choose, may_wait, routed, router_tiles, unchosen
+from specdec.ops.products.partials import Partials
+from specdec.ops.products.routing import (
+    RouterRule,
+    RouterWeights,
+    choose,
+    may_wait,
+    normed_routed,
+    routed,
+    router_tiles,
+    unchosen,
+)
 from specdec.ops.products.tiles.experts import RouterTiles, few_hopper_tiles
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -106,10 +118,51 @@ def test_who_may_leave_the_choice_to_the_experts() -> None:
     assert not may_wait(router, RULES["softmax"], 11)
 
 
+@pytest.mark.parametrize(("H", "E", "S"), [(1100, 12, 1), (40, 160, 3), (300, 12, 6)])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_norm_and_a_router_equal_their_definitions(
+    rule: str, H: int, E: int, S: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keeps out: a norm of a part of the row, or of the stream without what is added; a sum or a norm that nobody stores;
+    logits of the row before its norm; rows of the weight that no program has; columns and experts beyond the last one.
+    """
+    how, x, norm = RULES[rule], 2 * rand(1, H, seed=5), 1 + rand(H, seed=6) / 4
+    router = router_of(how, E, H)
+    delta = rand(1, H, seed=7) if S == 1 else Partials(torch.randn(S, 1, H).to(DEVICE), x.dtype)
+    fences = [] if HAS_GPU else fence_new_memory(choosing_triton, monkeypatch)
+    more = fence_new_memory(norm_router_triton, monkeypatch)
+    with torch.inference_mode():
+        total, normed, found = normed_routed(x, delta, norm, 1e-5, router, how, E)
+        waiting = normed_routed(x, delta, norm, 1e-5, router, how, E, chooses=False)[2]
+    want = x + (delta.tensor() if isinstance(delta, Partials) else delta)
+    assert torch.equal(total, want)
+    exact = rms_norm(want.double().cpu(), norm.double().cpu(), 1e-5)
+    assert float((normed.double().cpu() - exact).norm() / exact.norm()) < 6e-3
+    logits = normed.double() @ router.weight_LH.double().T
+    assert float((waiting.parts[0, :E].double() - logits[0]).norm() / logits.norm()) < 1e-5
+    logits = logits + (0 if router.bias_E is None else router.bias_E)
+    weights_1K, ids_1K = choose(logits, how, None if router.correction_E is None else router.correction_E.double())
+    assert torch.equal(found.out[1], ids_1K)
+    torch.testing.assert_close(found.out[0].double(), weights_1K, atol=1e-5, rtol=1e-5)
+    assert all(bool((fence == MARK).all()) for fence in (*fences, *more))
+
+
+@pytest.mark.parametrize("live", [0, 1])
+def test_pairs_are_skipped_as_afterwards(live: int) -> None:
+    """Keeps out: experts of other ranks that are computed here, and tokens of padded rows."""
+    rule, x, delta, norm = RULES["softmax, normed"], rand(1, 40, seed=4), rand(1, 40, seed=1), rand(40)
+    router, kept = router_of(rule, 12, 40), of_one(live)
+    with torch.inference_mode():
+        alone = normed_routed(x, delta, norm, 1e-5, router, rule, 12)[2]
+        got = normed_routed(x, delta, norm, 1e-5, router, rule, 12, kept)[2]
+    weights_1K, ids_1K = own_pairs(*alone.out[:2], *kept)
+    assert torch.equal(got.out[0], weights_1K) and torch.equal(got.out[1], ids_1K)
+
+
 @pytest.mark.gpu
 @needs_hopper
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("name", ["int4", "mxfp4"])
+@pytest.mark.parametrize("name", ["int4", "mxfp4", "fp8 blocks"])
 def test_kernels_choose_what_the_router_does(name: str, rule: str) -> None:
     """Keeps out: another pair's expert or weight; down's biases weighed by what nobody has written yet; ids that nobody
     writes; and what the second test of this file keeps out.
@@ -133,14 +186,14 @@ def test_kernels_choose_what_the_router_does(name: str, rule: str) -> None:
 
 @pytest.mark.gpu
 @needs_hopper
-def test_published_sizes_and_replays() -> None:
-    """Keeps out: logits of the replay before, which down reads before its wait."""
-    E, H, F, rule = 128, 2048, 768, RouterRule(8, "softmax", normed=True)
-    experts, router, x = experts_of(FORMS["int4"], E, H, F, None), router_of(rule, E, H), rand(1, H)
-    tiles = mixture_tiles(x, experts, rule.top_k, FAST)
-    assert tiles is not None and isinstance(router_tiles(x, router, E, FAST), RouterTiles)
-    tiles = tiles._replace(chooses=True)
-    with torch.inference_mode():
+@pytest.mark.parametrize(("name", "E", "H", "F"), [("int4", 128, 2048, 768), ("fp8 blocks", 48, 1024, 256)])
+def test_published_sizes_and_replays(name: str, E: int, H: int, F: int) -> None:
+    """Keeps out: logits of the replay before, which down reads before its wait; another layer's, whose memory is used again."""
+    rule = RouterRule(8, "softmax", normed=True)
+    experts, router, x = experts_of(FORMS[name], E, H, F, None), router_of(rule, E, H), rand(1, H)
+    with torch.inference_mode():  # otherwise the policy has no tiles: kernels record no gradient
+        tiles = mixture_tiles(x, experts, rule.top_k, FAST)
+        assert tiles is not None and tiles.chooses and isinstance(router_tiles(x, router, E, FAST), RouterTiles)
 
         def run() -> tuple[Tensor, Tensor]:
             choice = unchosen(x, router, rule, E)
@@ -151,11 +204,12 @@ def test_published_sizes_and_replays() -> None:
         run()
         graph = torch.cuda.CUDAGraph()
         with capturing(graph):
-            (first, ids), (second, more_ids) = run(), run()
-        for seed in range(4):
+            layers = [run() for _ in range(3)]
+        for seed in range(16):
             x.copy_(rand(1, H, seed=seed))
             graph.replay()
             weights, want_ids, _ = routed(x, router, rule, E, TILES)
             want = few_tokens_experts(x, weights, want_ids, experts, tiles._replace(chooses=False))
-            assert torch.equal(ids, want_ids) and torch.equal(more_ids, want_ids)
-            assert isinstance(want, Tensor) and error(first, want.double()) < 1e-3 and error(second, want.double()) < 1e-3
+            assert isinstance(want, Tensor)
+            for out, ids in layers:
+                assert torch.equal(ids, want_ids) and error(out, want.double()) < 1e-3

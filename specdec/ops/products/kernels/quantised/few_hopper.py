@@ -1,4 +1,4 @@
-"""few_tokens_triton.py's two kernels for up to 8 tokens and weights in 4 bits, written in Gluon for Hopper GPUs.
+"""few_tokens_triton.py's two kernels for up to 8 tokens and weights in 8 or 4 bits, written in Gluon for Hopper GPUs.
 
 Words go from memory to registers, in the order in which the tensor cores take them, and through no shared memory
 (units_hopper.py).  Each warp of a program has a run of units; sums are added up over warps at the end.
@@ -97,7 +97,7 @@ def few_gate_up_hopper_kernel(
         x_layout: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 8, 4], [num_warps, 1, 1], [2, 1, 0])
         of_slices: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, words_layout))
         CHUNK: gl.constexpr = (UNITS + num_warps - 1) // num_warps
-        ENLARGES: gl.constexpr = KIND == "e2m1"
+        ENLARGES: gl.constexpr = KIND == "e2m1" or KIND == "e4m3"
         PARTS: gl.constexpr = 2 if ACTIVATION == "swiglu" else 1
         tile = gl.program_id(0)
         row_N = (
@@ -380,9 +380,9 @@ def _arguments(stack: QuantisedStack, bias_EN: Tensor | None, x: Tensor) -> tupl
     words, scales = stack.qweight_RJ.view(torch.int32), stack.scales_RG
     scales = scales.view(torch.int32) if stack.has_powers else scales
     assert bias_EN is None or (bias_EN.shape == (stack.experts, stack.rows) and bias_EN.is_contiguous())
-    units = words.shape[1] // 16
+    units, unit = words.shape[1] // 16, 64 if stack.kind == "e4m3" else 128
     values: dict[str, Any] = {
         "K": stack.columns, "UNITS": units, "G": scales.shape[1], "EXPERTS": stack.experts, "KIND": stack.kind,
-        "GROUP_UNITS": 1 if stack.has_powers else stack.group_size // 128 or units, "HAS_BIAS": bias_EN is not None,
+        "GROUP_UNITS": 1 if stack.has_powers else stack.group_size // unit or units, "HAS_BIAS": bias_EN is not None,
     }  # fmt: skip
     return (words, scales, x if bias_EN is None else bias_EN), values

@@ -1,6 +1,6 @@
 """What the kernels of few_hopper.py are made of: words of experts in registers, their products, and sums over slices.
 
-A unit is 64 bytes of a row of a matrix: 128 columns in 4 bits.  A warp takes units of BLOCK_N rows by itself:
+A unit is 64 bytes of a row of a matrix: 128 columns in 4 bits, 64 in 8.  A warp takes units of BLOCK_N rows by itself:
 a thread loads 16 bytes of each of its rows, and these are exactly the values that the tensor cores' instruction (mma) expects
 of it, if 32 columns are taken in another order: thread t of four has columns 8t to 8t + 7.  Columns of x are loaded in the same
 order, and a sum does not depend on it.  So no word passes through shared memory, nothing waits for another warp, and the loads
@@ -18,7 +18,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 
-from specdec.ops.products.kernels.experts.convert_triton import E2M1_ASM, ENLARGE_ASM
+from specdec.ops.products.kernels.experts.convert_triton import E2M1_ASM, E4M3_ASM, ENLARGE_ASM
 from specdec.ops.products.kernels.quantised.parts_hopper import words_of
 from specdec.ops.products.kernels.quantised.stream_triton import INT4_ASM
 
@@ -91,17 +91,22 @@ def _load_unit(
 
 @gluon.jit
 def load_columns(
-    x, stride_x, stride_place, place, K: gl.constexpr, ONE: gl.constexpr, ENLARGES: gl.constexpr, x_layout: gl.constexpr
+    x, stride_x, stride_place, place, K: gl.constexpr, FOUR: gl.constexpr, ONE: gl.constexpr, ENLARGES: gl.constexpr,
+    x_layout: gl.constexpr,
 ):  # fmt: skip
     """A unit's columns of x, 32 a tile; 0 beyond the last one, and of tokens that did not choose the expert."""
+    WIDTH: gl.constexpr = 128 if FOUR else 64
     of_slices: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(1 if ONE else 2, x_layout))
-    column_S = gl.convert_layout(place[0] * 128, of_slices, assert_trivial=True)
+    column_S = gl.convert_layout(place[0] * WIDTH, of_slices, assert_trivial=True)
     base_S = x + gl.convert_layout(place[1] * stride_place, of_slices, assert_trivial=True)
     mask_S = gl.convert_layout(place[2], of_slices, assert_trivial=True)
     one = _tile(base_S, column_S, mask_S, stride_x, K, ONE, ENLARGES, x_layout)
     two = _tile(base_S, column_S + 32, mask_S, stride_x, K, ONE, ENLARGES, x_layout)
-    three = _tile(base_S, column_S + 64, mask_S, stride_x, K, ONE, ENLARGES, x_layout)
-    return one, two, three, _tile(base_S, column_S + 96, mask_S, stride_x, K, ONE, ENLARGES, x_layout)
+    if FOUR:
+        three = _tile(base_S, column_S + 64, mask_S, stride_x, K, ONE, ENLARGES, x_layout)
+        return one, two, three, _tile(base_S, column_S + 96, mask_S, stride_x, K, ONE, ENLARGES, x_layout)
+    else:
+        return one, two
 
 
 @gluon.jit
@@ -144,7 +149,11 @@ def add_unit(
     ordered = gl.reshape(gl.permute(gl.reshape(words, [S, N, 4, 2, 2]), (0, 1, 3, 4, 2)), [S, N, 16])
     pairs = words_of(ordered, left)
     none = gl.zeros([S, N, 8], gl.float32, layout)
-    if KIND == "e2m1":
+    if KIND == "e4m3":
+        a, b = gl.inline_asm_elementwise(E4M3_ASM, "=r,=r,r", [pairs], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=2)
+        part = mma_v2(b, _right(tiles[1], ONE, layout), mma_v2(a, _right(tiles[0], ONE, layout), none))
+        acc += part * scale.to(gl.float32)[:, :, None]
+    elif KIND == "e2m1":
         a, b, c, d = gl.inline_asm_elementwise(
             E2M1_ASM, "=r,=r,=r,=r,r", [pairs], dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=2
         )
@@ -181,6 +190,7 @@ def sums_of_units(
 
     runs: of AHEAD units, that a slice has at most.  loaded: what `load_units` gave for the first run.
     """
+    FOUR: gl.constexpr = KIND != "e4m3"
     SLICES: gl.constexpr = gl.num_warps()
     acc = gl.zeros([SLICES, BLOCK_N, 8], gl.float32, layout)
     words, scale, places = loaded
@@ -192,15 +202,17 @@ def sums_of_units(
         )  # fmt: skip
         _loads_stay_in_front()
         acc = _add_run(
-            acc, x, stride_x, stride_place, words, scale, places, K, KIND, ONE, ENLARGES, AHEAD, layout, x_layout
+            acc, x, stride_x, stride_place, words, scale, places, K, KIND, FOUR, ONE, ENLARGES, AHEAD, layout, x_layout
         )  # fmt: skip
         words, scale, places = next_words, next_scale, next_places
     acc = _add_run(
-        acc, x, stride_x, stride_place, words, scale, places, K, KIND, ONE, ENLARGES, AHEAD, layout, x_layout
+        acc, x, stride_x, stride_place, words, scale, places, K, KIND, FOUR, ONE, ENLARGES, AHEAD, layout, x_layout
     )  # fmt: skip
     total = gl.sum(acc, axis=0)
     if KIND == "e2m1":
         total *= 4.611686018427388e18  # 2^(126 - 64): what the places of quantised values' bits and LARGE have multiplied by
+    elif KIND == "e4m3":
+        total *= 7.205759403792794e16  # 2^(120 - 64)
     return total
 
 
@@ -212,15 +224,15 @@ def _loads_stay_in_front():
 
 @gluon.jit
 def _add_run(
-    acc, x, stride_x, stride_place, words, scale, places, K: gl.constexpr, KIND: gl.constexpr, ONE: gl.constexpr,
-    ENLARGES: gl.constexpr, AHEAD: gl.constexpr, layout: gl.constexpr,
+    acc, x, stride_x, stride_place, words, scale, places, K: gl.constexpr, KIND: gl.constexpr, FOUR: gl.constexpr,
+    ONE: gl.constexpr, ENLARGES: gl.constexpr, AHEAD: gl.constexpr, layout: gl.constexpr,
     x_layout: gl.constexpr,
 ):  # fmt: skip
     """acc plus the products of AHEAD units; a unit's columns of x are loaded while the unit before is multiplied."""
-    tiles = load_columns(x, stride_x, stride_place, places[0], K, ONE, ENLARGES, x_layout)
+    tiles = load_columns(x, stride_x, stride_place, places[0], K, FOUR, ONE, ENLARGES, x_layout)
     for n in gl.static_range(AHEAD):
         now = tiles
         if n + 1 < AHEAD:
-            tiles = load_columns(x, stride_x, stride_place, places[n + 1], K, ONE, ENLARGES, x_layout)
+            tiles = load_columns(x, stride_x, stride_place, places[n + 1], K, FOUR, ONE, ENLARGES, x_layout)
         acc = add_unit(acc, words[n], now, scale[n], layout, KIND, ONE)
     return acc
