@@ -10,7 +10,7 @@ from toolkit.rules.source import nodes
 ROOMS = ("attention", "draft", "verify")
 # Two layers have several rooms: what all may import, the engine too, and what computes with tensors.
 BASE = {
-    "plain": {"checks", "config", "generation", "grammar", "limits", "options", "screen", "shipped", "startup", "steps"}
+    "plain": {"checks", "config", "generation", "grammar", "limits", "options", "screen", "shipped", "startup", "steps", "tree_shape"}
     | {"tables", "__version__"},
     "ops": {"ops", "parallel"},
 }
