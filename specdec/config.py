@@ -1,5 +1,4 @@
-"""Settings: how a request is sampled; tree_shape.py has the tree's.  Every ValueError about a setting alone is raised there and
-here.
+"""Settings: how a request is sampled; trees/shape.py has trees.  Every ValueError about a setting alone is raised in one of both.
 
 Knows no model, so limits that depend on one (vocabulary, context) are checked at the decoder's door.
 """
@@ -16,7 +15,7 @@ from typing import Any, Literal, get_args
 from specdec import checks
 from specdec.grammar.keywords import schema_as_json
 from specdec.limits import MAX_CHOICES, MAX_LOGPROBS
-from specdec.tree_shape import SpecConfig as SpecConfig
+from specdec.trees.shape import SpecConfig as SpecConfig
 
 MAX_SEED = 2**63 - 1
 LogprobsMode = Literal["raw", "processed"]
