@@ -1,4 +1,4 @@
-"""Settings: how a request is sampled; trees/shape.py has trees.  Every ValueError about a setting alone is raised in one of both.
+"""Settings: how a request is sampled; trees/shape.py has trees.  Every ValueError about a setting alone is raised in both.
 
 Knows no model, so limits that depend on one (vocabulary, context) are checked at the decoder's door.
 """

@@ -55,11 +55,6 @@ class JoinedModel(DraftModel):
         return {name: held for source in self.path_sources for name, held in source.tables.items()}
 
     def resolved(self, spec: SpecConfig) -> SpecConfig:
-        if spec.is_auto:
-            raise ValueError(
-                "num_steps='auto' chooses among the trees of a drafter alone, got several sources; nearest settings that work: "
-                f"SpecConfig({SpecConfig().label}), or one drafter"
-            )
         return spec.joined
 
     def check(self, spec: SpecConfig) -> None:
@@ -72,7 +67,8 @@ class JoinedModel(DraftModel):
         return self.drafter.default_shape()
 
     def worker(self, context: DrafterContext) -> JoinedDrafter:
-        own = context._replace(spec=context.spec.of_drafter, shapes=tuple(shape.of_drafter for shape in context.shapes))
+        shapes = tuple(dict.fromkeys(shape.of_drafter for shape in context.shapes))
+        own = context._replace(spec=context.spec.of_drafter, shapes=shapes)
         return JoinedDrafter(self.drafter.worker(own), self.path_sources, context)
 
     @property
@@ -88,7 +84,9 @@ class JoinedModel(DraftModel):
 
     def slots(self, spec: SpecConfig) -> int:
         """An extend of more tokens than the drafter's own rounds emit begins as much later, or writes as many more."""
-        return self.drafter.slots(spec.of_drafter) + max(0, spec.levels - spec.max_steps)
+        return max(
+            self.drafter.slots(shape.of_drafter) + max(0, shape.levels - shape.max_steps) for shape in {spec, *spec.shapes}
+        )
 
     def passes(self, spec: SpecConfig) -> int:
         return self.drafter.passes(spec.of_drafter)
@@ -187,7 +185,7 @@ class JoinedDrafter(Drafter):
     def keep(self, state: BatchState, new: NewTokens) -> None:
         self.drafter.keep(state, new)
         for finder in self.finders:
-            finder.extend(state, new)
+            finder.keep(state, new)
 
     def catch_up(self, state: BatchState, needs: Needs) -> None:
         self.drafter.catch_up(state, needs)

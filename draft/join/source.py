@@ -91,7 +91,11 @@ class PathFinder(ABC):
         """Requests take rows, outside of any graph."""
 
     def extend(self, state: BatchState, new: NewTokens) -> None:  # noqa: B027
-        """Learns what a round emitted, or a paused one.  state.lens_B is already the length after the round."""
+        """Learns what a round emitted.  state.lens_B is already the length after the round."""
+
+    def keep(self, state: BatchState, new: NewTokens) -> None:
+        """Learns what a paused round emitted, in which nobody drafted."""
+        self.extend(state, new)
 
     def prefill(self, state: BatchState, prompts: RaggedPrompts, first_B: Tensor) -> None:  # noqa: B027
         """Learns parts of prompts; see `Drafter.prefill`."""

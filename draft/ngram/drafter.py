@@ -114,8 +114,8 @@ class NgramDrafter(Drafter):
         self.predicted.prefill(state, prompts, first_B)
 
     def keep(self, state: BatchState, new: NewTokens) -> None:
-        self.finder.extend(state, new)
-        self.predicted.extend(state, new)
+        self.finder.keep(state, new)
+        self.predicted.keep(state, new)
 
     def changed(self, state: BatchState) -> list[Tensor]:
         return self.predicted.changed(state)

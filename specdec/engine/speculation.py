@@ -114,14 +114,22 @@ class Speculation:
         return [RunRound(rows, "plain", None, needs), *(RunRound(rows, "speculative", spec, needs) for spec in fixed)]
 
     def observe(
-        self, step: RunRound, seconds: float, accepted: list[int], best: list[tuple[int, int]] | None = None, tokens: int = 0
+        self,
+        step: RunRound,
+        seconds: float,
+        accepted: list[int],
+        best: list[tuple[int, int]] | None = None,
+        tokens: int = 0,
+        matched: list[int] | None = None,
     ) -> None:
         """Records a timed round, and how many draft tokens each row that speculates accepted.
 
         seconds: from the end of the round before it.  best: see Emitted; None for a chain.  tokens: of all rows at its start.
+        matched: how many of the first of them other sources than the drafter proposed; None where there are no such sources.
         """
         if self.controller is not None:
-            self.controller.observe(RoundSize(step.rows, step.needs.grammar), step.spec, seconds, accepted, best, tokens)
+            size = RoundSize(step.rows, step.needs.grammar)
+            self.controller.observe(size, step.spec, seconds, accepted, best, tokens, matched)
 
     def tried(self, step: Try, seconds: float) -> None:
         """Records the seconds of a step that was tried."""

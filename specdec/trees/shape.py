@@ -12,6 +12,7 @@ from specdec import checks
 from specdec.limits import MAX_AUTO_STEPS, MAX_PAUSE, MAX_STEPS
 
 AUTO_CHAINS, AUTO_TREES = (1, 2, 3, 4, 5, 7, 10), (3, 5, 7)  # the levels of the chains and trees that "auto" chooses from
+AUTO_ROOMY = (1, 3)  # and of chains that have the nodes of trees, where other sources fill these
 MIN_NODES = min(AUTO_TREES) + 2  # of a tree that "auto" chooses from: with one less, it is a chain
 MIN_AUTO_TREE = 8  # trees have as many nodes as allowed, half of them, and so on, but no fewer than this by halving
 
@@ -26,7 +27,7 @@ class SpecConfig:
     num_draft_tokens: nd, nodes verified per round, the root included; with "auto", the most of them.  None for what suits the
     other two: all of a chain, or the best 16 nodes of a tree, all if it has fewer.  Once made, it is always a number.
     max_depth: the deepest level that paths of other sources than the drafter may reach; num_steps stays the drafter's own.
-    None: as deep as the nodes allow, where there are other sources.
+    None: as deep as the nodes allow, where there are other sources.  With "auto", of every shape, as far as its nodes allow.
     """
 
     num_steps: int | Literal["auto"]
@@ -51,7 +52,7 @@ class SpecConfig:
             nd = most if k == 1 else min(16, most)
         else:
             nd = checks.require_int("num_draft_tokens", num_draft_tokens, 2, 1024)
-        if max_depth is not None:
+        if max_depth is not None and S != "auto":
             depth = self._checked_depth(S, k, nd, max_depth)
             checks.store(self, num_steps=S, topk=k, num_draft_tokens=nd, max_depth=depth)
             return
@@ -72,7 +73,8 @@ class SpecConfig:
                 f"topk={k} would do nothing with num_steps='auto' and num_draft_tokens={nd}: a tree among those it chooses "
                 f"from has {MIN_NODES} nodes at least; nearest settings that work: topk=1, or num_draft_tokens={MIN_NODES}"
             )
-        checks.store(self, num_steps=S, topk=k, num_draft_tokens=nd, max_depth=None)
+        depth = None if max_depth is None else checks.require_int("max_depth", max_depth, 1, min(nd - 1, MAX_STEPS))
+        checks.store(self, num_steps=S, topk=k, num_draft_tokens=nd, max_depth=depth)
 
     def __repr__(self) -> str:
         numbers = {each.name: getattr(self, each.name) for each in fields(self)}
@@ -80,13 +82,8 @@ class SpecConfig:
         return f"SpecConfig({said})"
 
     @staticmethod
-    def _checked_depth(S: int | Literal["auto"], k: int, nd: int, max_depth: int) -> int:
+    def _checked_depth(S: int, k: int, nd: int, max_depth: int) -> int:
         """max_depth beside the other three numbers.  ValueError if they do not fit."""
-        if S == "auto":
-            raise ValueError(
-                f"max_depth must be None with num_steps='auto', which chooses among trees of a drafter alone, got {max_depth}; "
-                "nearest setting that works: num_steps=5"
-            )
         most, deepest = _candidates(S, k) + 1, min(nd - 1, MAX_STEPS)
         if k == 1 and nd < most:
             raise ValueError(
@@ -105,7 +102,7 @@ class SpecConfig:
     @property
     def levels(self) -> int:
         """The most levels that a tree can have, whoever proposes them."""
-        return self.max_steps if self.max_depth is None else self.max_depth
+        return max(self.max_steps, self.max_depth or 0)
 
     @property
     def is_chain(self) -> bool:
@@ -117,6 +114,8 @@ class SpecConfig:
         """The shape that the drafter alone grows."""
         if self.max_depth is None:
             return self
+        if self.num_steps == "auto":
+            return SpecConfig(self.num_steps, self.topk, self.num_draft_tokens)
         most = _candidates(self.max_steps, self.topk) + 1
         return SpecConfig(self.num_steps, self.topk, most if self.topk == 1 else min(most, self.num_draft_tokens))
 
@@ -144,6 +143,8 @@ class SpecConfig:
         """
         if self.num_steps != "auto":
             return (self,)
+        if self.max_depth is not None:
+            return self._joined_shapes(self.max_depth)
         chains = [SpecConfig(levels, 1) for levels in AUTO_CHAINS if levels <= self.max_steps]
         trees, nodes, topk = list[SpecConfig](), self.num_draft_tokens, self.topk
         while topk > 1 and (nodes == self.num_draft_tokens or nodes >= MIN_AUTO_TREE):
@@ -153,6 +154,19 @@ class SpecConfig:
             nodes //= 2
             topk = min(self.topk, max(2, nodes // 4))
         return (*chains, *trees)
+
+    def _joined_shapes(self, max_depth: int) -> tuple[SpecConfig, ...]:
+        """Those of a drafter alone, joined by paths; and short chains with room for paths, which take few of its passes."""
+        own, most = self.of_drafter.shapes, min(max_depth, MAX_STEPS)
+        numbers = [(shape.max_steps, shape.topk, shape.num_draft_tokens) for shape in own]
+        for room in sorted({self.num_draft_tokens, *(shape.num_draft_tokens for shape in own if shape.topk > 1)}):
+            numbers += [(levels, 1, nodes) for levels in AUTO_ROOMY if levels + 1 < (nodes := min(room, most + 1))]
+        return tuple(SpecConfig(S, k, nd, max(S, min(most, nd - 1))) for S, k, nd in dict.fromkeys(numbers))
+
+    @property
+    def spare_nodes(self) -> int:
+        """How many nodes a tree has that a chain as deep as the drafter's has not."""
+        return self.num_draft_tokens - self.max_steps - 1
 
     @property
     def numbers(self) -> tuple[int | str, ...]:

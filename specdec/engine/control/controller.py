@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from specdec.config import SpecConfig
 from specdec.engine.control.acceptance import Acceptance
-from specdec.engine.control.costs import Costs, Shape
+from specdec.engine.control.costs import Costs, Shape, is_narrow
 from specdec.limits import MAX_PAUSE
 
 GAIN = 0.015  # the threshold for another shape: it must promise this share more tokens per second
@@ -41,6 +41,25 @@ class RoundSize(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.rows} row{'' if self.rows == 1 else 's'}{' with a grammar' if self.grammar else ''}"
+
+
+@dataclass
+class AlikeRounds:
+    """Rounds of one shape and as many rows, whose rows stand after each other.  The fields: see Speculation.observe."""
+
+    shape: SpecConfig
+    best: list[tuple[int, int]] | None
+    matched: list[int] | None
+    accepted: list[int] = field(default_factory=list)
+    rounds: int = 0
+
+    def add(self, accepted: Sequence[int], best: Sequence[tuple[int, int]] | None, matched: Sequence[int] | None) -> None:
+        self.accepted += accepted
+        self.rounds += 1
+        if self.best is not None and best is not None:
+            self.best += best
+        if self.matched is not None and matched is not None:
+            self.matched += matched
 
 
 @dataclass
@@ -81,10 +100,10 @@ class Controller:
         self.shapes, self.tries, self.ready_seconds = tuple(shapes), ready_seconds > 0, ready_seconds
         self.all: tuple[Shape, ...] = (None, *self.shapes)
         self.has_looked = first_accepted is not None
-        self.acceptance = Acceptance(max(shape.max_steps for shape in shapes), first_accepted)
+        depths = max(0 if shape.max_depth is None else shape.levels for shape in shapes)
+        self.acceptance = Acceptance(max(shape.max_steps for shape in shapes), first_accepted, depths)
         self.books: dict[RoundSize, SizeStats] = {}
-        # The last rounds, if they had one shape and as many rows: the shape, accepted, best (see observe), how many rounds.
-        self._alike: tuple[SpecConfig, list[int], list[tuple[int, int]] | None, int] | None = None
+        self._alike: AlikeRounds | None = None  # the last rounds, if they had one shape and as many rows
 
     # ---- what rounds have shown ----
 
@@ -96,26 +115,24 @@ class Controller:
         accepted: Sequence[int],
         best: Sequence[tuple[int, int]] | None = None,
         tokens: int = 0,
+        matched: Sequence[int] | None = None,
     ) -> None:
         """A round was verified.  The arguments: see Speculation.observe."""
         self._book(size).costs.observe(shape, seconds, tokens)
         if shape is None or not accepted:
             return
-        if self._alike and (self._alike[0] != shape or len(self._alike[1]) != self._alike[3] * len(accepted)):
+        alike = self._alike
+        if alike and (alike.shape != shape or len(alike.accepted) != alike.rounds * len(accepted)):
             self._learn()
         if self._alike is None:
-            self._alike = shape, [], None if best is None else [], 0
-        _, rows, first_choices, rounds = self._alike
-        rows += accepted
-        if first_choices is not None and best is not None:
-            first_choices += best
-        self._alike = shape, rows, first_choices, rounds + 1
+            self._alike = AlikeRounds(shape, None if best is None else [], None if matched is None else [])
+        self._alike.add(accepted, best, matched)
 
     def _learn(self) -> None:
         """Hands rounds that were verified to the estimate of acceptance: several at once, which takes the host less time."""
         if self._alike is not None:
-            shape, accepted, best, rounds = self._alike
-            self.acceptance.observe(shape, accepted, best, rounds)
+            same = self._alike
+            self.acceptance.observe(same.shape, same.accepted, same.best, same.rounds, same.matched)
             self._alike = None
 
     def tried(self, size: RoundSize, shape: Shape, seconds: float, tokens: int = 0) -> None:
@@ -200,6 +217,9 @@ class Controller:
         if not self.acceptance.reached[0]:
             source = "by the look at the drafter" if self.has_looked else "as is assumed"
             levels += f", {source}: no round has drafted yet"
+        if self.acceptance.matches.reached:
+            rates = " ".join(f"{rate:.2f}" for rate in self.acceptance.matches.rates(5))
+            levels += f", tokens of other sources with {rates}"
         return (
             f"{size}: {self._line(size, best, share)}; next best {self._line(size, second, share)}; "
             f"a chain's levels are accepted with {levels}"
@@ -286,7 +306,7 @@ def label(shape: Shape) -> str:
 
 def first_shapes(shapes: Sequence[SpecConfig]) -> list[SpecConfig]:
     """Those from which the costs of all others can be told: a long and a short chain, and the widest tree."""
-    chains, trees = ([shape for shape in shapes if (shape.topk == 1) == is_chain] for is_chain in (True, False))
+    chains, trees = ([shape for shape in shapes if is_narrow(shape) == narrow] for narrow in (True, False))
     found = [min(chains, key=lambda shape: abs(shape.max_steps - levels)) for levels in (5, 2)] if chains else []
     if trees:
         found.append(max(trees, key=lambda shape: (shape.num_draft_tokens, -shape.max_steps)))
