@@ -17,7 +17,7 @@ from operator import mul
 from typing import NamedTuple
 
 from specdec.config import SpecConfig
-from specdec.engine.control.matches import Matches
+from specdec.engine.control.matches import Matches, known_depths
 
 # An observation counts 1/e after so many later ones, and after so many later rounds at least.  One row of one round is one.
 MEMORY, MEMORY_ROUNDS = 300.0, 6.0
@@ -121,7 +121,7 @@ class Acceptance:
             if shape is None or shape.is_chain:
                 found.append(of_chains[shape.max_steps if shape else 0])
             else:
-                more = self._expected(shape, chain[: shape.max_steps], doubts, runs.levels if runs else None) - 1
+                more = self._expected(shape, chain[: shape.max_steps], doubts, runs and known_depths(runs)) - 1
                 found.append(1 + self._honest(shape, doubts) * more)
         return found
 

@@ -31,8 +31,11 @@ class Matches:
     def observe(self, shape: SpecConfig, matched: Sequence[int], rounds: int = 1) -> None:
         """matched: for each row that speculates, how many tokens from the root on such paths had right, in so many rounds.
 
-        A path that was right as deep as the shape's reach tells nothing of what is deeper.
+        A path that was right as deep as the shape's reach tells nothing of what is deeper.  Nor does a tree without spare nodes
+        tell of paths: its few nodes may all be the drafter's.
         """
+        if not shape.spare_nodes:
+            return
         fade = math.exp(-len(matched) / max(MEMORY, MEMORY_ROUNDS * len(matched) / rounds))
         room = min(shape.levels, shape.num_draft_tokens - 1)
         for depth in range(len(self.reached)):
@@ -61,6 +64,11 @@ class Matches:
         of_paths = list(accumulate(self.rates(depths, known), mul))
         of_drafter = [*accumulate(chain, mul), *[0.0] * depths][:depths]
         return 1 + sum(1 - (1 - p) * (1 - q) for p, q in zip(of_drafter, of_paths, strict=True))
+
+
+def known_depths(shape: SpecConfig) -> int:
+    """Of how many depths of paths rounds of a shape tell."""
+    return shape.levels if shape.spare_nodes else 0
 
 
 def matched(sources: Sequence[int]) -> int:

@@ -64,6 +64,8 @@ def test_rates_are_those_of_paths() -> None:
         matches.observe(shape, [text.draw(shape, rng)[2] for _ in range(2)])
     first, *later = matches.rates(4)
     assert first == pytest.approx(0.6, abs=0.06) and later == pytest.approx([0.9] * 3, abs=0.06)
+    matches.observe(SpecConfig(4, 1, 5, 4), [0] * 500)
+    assert matches.rates(1) == [first], "such a tree may have had no path"
     assert matches.reached[4:] == [0.0] * 11 and 0.7 < matches.rates(15)[-1] < 0.95
     assert [matched(bits) for bits in ([], [1], [2, 3], [6, 2, 1, 2], [0, 2])] == [0, 0, 2, 2, 0]
     acceptance = Acceptance(10, depths=15)
