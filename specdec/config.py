@@ -15,9 +15,10 @@ from typing import Any, Literal, get_args
 from specdec import checks
 from specdec.grammar.keywords import schema_as_json
 from specdec.limits import MAX_CHOICES, MAX_LOGPROBS
-from specdec.trees.shape import SpecConfig as SpecConfig
+from specdec.trees.shape import SpecConfig, require_shape
 
 MAX_SEED = 2**63 - 1
+OF_DRAFTS = ("prediction", "sources", "shape")  # the fields of SamplingParams that would do nothing without drafts
 LogprobsMode = Literal["raw", "processed"]
 GrammarKind = Literal["json_schema", "regex", "grammar"]  # the fields of SamplingParams that say what the text must be
 GraphMode = Literal["round", "step", False]  # one CUDA graph a round, one a phase, or none
@@ -104,7 +105,8 @@ class SamplingParams:
     was sampled from, or, in greedy decoding, of the changed logits.
 
     These change no text.  prediction: what the answer may well be, as a text or ids.  sources: who may draft, by the names of
-    Generation.sources; None: all.  speculate: False: nobody.
+    Generation.sources; None: all.  shape: of trees, one of those that the decoder's rounds may have, as a SpecConfig or its
+    numbers; None: whatever the decoder's rounds have.  speculate: False: nobody drafts.
     n: generations of each prompt; the one of number j, from 0 on, has the seed + j.  Greedy ones are all equal.
     """
 
@@ -156,6 +158,7 @@ class SamplingParams:
 
     prediction: str | Sequence[int] | None = option(None, checks.require_prediction, step="prediction", drafted=True)
     sources: Sequence[str] | None = option(None, checks.require_names, step="sources", drafted=True)
+    shape: SpecConfig | Sequence[int] | None = option(None, require_shape)
     speculate: bool = option(True, partial(checks.require_bool, nearest=True))
 
     def __post_init__(self) -> None:
@@ -180,7 +183,7 @@ class SamplingParams:
         if self.seed is not None and self.seed + self.n - 1 > MAX_SEED:
             fault = f"seed + n - 1 must be at most {MAX_SEED}, got {self.seed} + {self.n} - 1"
             yield "seed", f"{fault}; nearest setting that works: seed={MAX_SEED - self.n + 1}"
-        if not self.speculate and (said := [name for name in ("prediction", "sources") if getattr(self, name) is not None]):
+        if not self.speculate and (said := [name for name in OF_DRAFTS if getattr(self, name) is not None]):
             yield said[0], f"{said[0]} would do nothing with speculate=False; nearest setting that works: speculate=True"
         if self.sources is not None and self.prediction is not None and "prediction" not in self.sources:
             fits = f"nearest setting that works: sources={[*self.sources, 'prediction']}"

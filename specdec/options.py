@@ -12,7 +12,7 @@ import math
 import os
 import re
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import partial
 from numbers import Integral
@@ -30,7 +30,8 @@ from specdec.checks import (
     require_size,
     store,
 )
-from specdec.config import GraphMode
+from specdec.config import GraphMode, SpecConfig
+from specdec.trees.shape import require_shapes
 
 if TYPE_CHECKING:
     import torch
@@ -280,6 +281,15 @@ class EngineOptions:
         "and the oldest go.  Nothing is taken without such a source.",
         others=require_size,
         metavar="SIZE",
+    )
+    shapes: str | Sequence[SpecConfig | Sequence[int]] | None = option(
+        None,
+        "shapes of trees for which requests may ask besides the decoder's own, such as `3,1 5,8,32`: levels, branches, nodes",
+        details="A round has one shape, the largest for which any of its rows asks.  SpecConfig('auto') has shapes enough, and "
+        "refuses more.",
+        others=require_shapes,
+        metavar="SHAPES",
+        decided_by={"bench": "what --spec says"},
     )
 
     draft_format: str = option(

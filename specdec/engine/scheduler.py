@@ -290,6 +290,7 @@ class Scheduler:
             shared,
             speculating / len(running),
             tokens_of(states) if self.speculation.controller else 0,
+            {state.request.shape for state, drafts in zip(states, speculates, strict=True) if state and drafts},
         )
         before += first
         for state in states:

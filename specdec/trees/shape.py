@@ -5,8 +5,9 @@ Knows no drafter, so what one of them can't grow is refused where it is known.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Any, Literal
 
 from specdec import checks
 from specdec.limits import MAX_AUTO_STEPS, MAX_PAUSE, MAX_STEPS
@@ -53,8 +54,8 @@ class SpecConfig:
         else:
             nd = checks.require_int("num_draft_tokens", num_draft_tokens, 2, 1024)
         if max_depth is not None and S != "auto":
-            depth = self._checked_depth(S, k, nd, max_depth)
-            checks.store(self, num_steps=S, topk=k, num_draft_tokens=nd, max_depth=depth)
+            max_depth = self._checked_depth(S, k, nd, max_depth)
+            checks.store(self, num_steps=S, topk=k, num_draft_tokens=nd, max_depth=max_depth)
             return
         if k == 1 and nd != most and S != "auto":
             other = f", or num_steps={nd - 1}" if nd - 1 <= MAX_STEPS else ""
@@ -192,3 +193,42 @@ class SpecConfig:
 def _candidates(steps: int, topk: int) -> int:
     """How many draft tokens a tree can choose from: topk at the first level, topk for each of topk branches at the others."""
     return topk + topk * topk * (steps - 1) if topk > 1 else steps
+
+
+def require_shape(name: str, value: Any) -> SpecConfig:
+    """A shape that is not "auto": a SpecConfig, or its numbers S, k, nd and max_depth in a list, the last two of which may be
+    left out.  ValueError or TypeError for anything else.
+    """
+    expected = f"{name} must be a SpecConfig, or a list of its numbers such as [5, 4, 16]"
+    if isinstance(value, SpecConfig):
+        made = value
+    elif not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        raise TypeError(f"{expected}, got {checks.shown(value)} of type {type(value).__name__}")
+    elif not 2 <= len(value) <= 4:
+        raise ValueError(f"{expected}, got {checks.shown(value)}; nearest setting that works: [5, 4, 16]")
+    else:
+        made = SpecConfig(*value)
+    if made.is_auto:
+        raise ValueError(f"{name} must be one shape, got {made!r}; nearest setting that works: [5, {made.topk}]")
+    return made
+
+
+def require_shapes(name: str, value: Any) -> tuple[SpecConfig, ...]:
+    """Some shapes, each as of `require_shape`, or all in one text such as "3,1 5,8,32".  ValueError or TypeError."""
+    if isinstance(value, str):
+        try:
+            value = [[int(number) for number in each.split(",")] for each in value.split()]
+        except ValueError:
+            fits = "nearest setting that works: '3,1 5,8,32'"
+            raise ValueError(f"{name} must be shapes with spaces between, got {checks.shown(value)}; {fits}") from None
+    if not isinstance(value, Sequence):
+        raise TypeError(f"{name} must be a list of shapes, got {checks.shown(value)} of type {type(value).__name__}")
+    made = tuple(require_shape(f"{name}[{index}]", each) for index, each in enumerate(value))
+    if not made or len(set(made)) < len(made):
+        raise ValueError(f"{name} must hold a shape or more, each once, got {checks.shown(value)}; nearest: leave it out")
+    return made
+
+
+def largest(shapes: Iterable[SpecConfig]) -> SpecConfig:
+    """The one with the most nodes; of those with as many, the one with the most levels, then with the most branches."""
+    return max(shapes, key=lambda shape: (shape.num_draft_tokens, shape.levels, shape.max_steps, shape.topk))

@@ -121,7 +121,7 @@ class Acceptance:
             if shape is None or shape.is_chain:
                 found.append(of_chains[shape.max_steps if shape else 0])
             else:
-                more = self._expected(shape, chain[: shape.max_steps], doubts, runs and known_depths(runs)) - 1
+                more = self._expected(shape, chain[: shape.max_steps], doubts, known_depths(runs)) - 1
                 found.append(1 + self._honest(shape, doubts) * more)
         return found
 

@@ -218,8 +218,8 @@ class Controller:
             source = "by the look at the drafter" if self.has_looked else "as is assumed"
             levels += f", {source}: no round has drafted yet"
         if self.acceptance.matches.reached:
-            rates = " ".join(f"{rate:.2f}" for rate in self.acceptance.matches.rates(5))
-            levels += f", tokens of other sources with {rates}"
+            of_paths = " ".join(f"{rate:.2f}" for rate in self.acceptance.matches.rates(5))
+            levels += f", tokens of other sources with {of_paths}"
         return (
             f"{size}: {self._line(size, best, share)}; next best {self._line(size, second, share)}; "
             f"a chain's levels are accepted with {levels}"

@@ -66,9 +66,9 @@ class Matches:
         return 1 + sum(1 - (1 - p) * (1 - q) for p, q in zip(of_drafter, of_paths, strict=True))
 
 
-def known_depths(shape: SpecConfig) -> int:
-    """Of how many depths of paths rounds of a shape tell."""
-    return shape.levels if shape.spare_nodes else 0
+def known_depths(shape: SpecConfig | None) -> int | None:
+    """Of how many depths of paths rounds of the shape that runs tell; None: of all, as far as anybody knows."""
+    return None if shape is None else shape.levels if shape.spare_nodes else 0
 
 
 def matched(sources: Sequence[int]) -> int:
