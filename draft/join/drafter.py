@@ -158,9 +158,11 @@ class JoinedDrafter(Drafter):
         for finder, first, own in places:
             finder.fill(state, spec.levels, paths.of_source(first, own))
         steps_BPD = end_paths(paths, tree, self.survival, spec.levels)
-        if "sources" in needs.steps:
-            tree, steps_BPD = without_some(tree, steps_BPD, bits_P, self.allowed_R[: state.rows])
-        return joined_tree(tree, paths.tokens_BPD, steps_BPD, bits_P, spec.num_draft_tokens)
+        if "sources" not in needs.steps:
+            return joined_tree(tree, paths.tokens_BPD, steps_BPD, bits_P, spec.num_draft_tokens)
+        allowed_B = self.allowed_R[: state.rows]
+        tree, steps_BPD = without_some(tree, steps_BPD, bits_P, allowed_B)
+        return joined_tree(tree, paths.tokens_BPD, steps_BPD, bits_P, spec.num_draft_tokens).without(allowed_B)
 
     def extend(self, state: BatchState, needs: Needs, new: NewTokens) -> None:
         self.drafter.extend(state, needs, new)
