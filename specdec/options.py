@@ -289,7 +289,7 @@ class EngineOptions:
         "refuses more.",
         others=require_shapes,
         metavar="SHAPES",
-        decided_by={"bench": "what --spec says"},
+        decided_by=dict.fromkeys(("bench", "verify", "generate", "trace"), "all requests have the shape of --spec"),
     )
 
     draft_format: str = option(

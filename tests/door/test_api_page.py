@@ -106,9 +106,9 @@ def documented_flags(heading: str, page: str = PAGE) -> set[str]:
 
 
 def engine_flags() -> set[str]:
-    """Those of all commands that run a model; of them only the commands that take rows have one for max_batch_size."""
+    """Those of all commands that run a model; only those that take requests have one for max_batch_size and shapes."""
     fields = {flag_of(field.name) for field in dataclasses.fields(specdec.EngineOptions)}
-    return (fields - {"--max-batch-size"}) | {"--no-smoke"}
+    return (fields - {"--max-batch-size", "--shapes"}) | {"--no-smoke"}
 
 
 def subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
