@@ -147,7 +147,7 @@ def _said_of(tokens: Generation | Chunk, plan: RequestPlan, piece: Piece, offset
 
 
 def speculation_of(tokens: Generation | Chunk, piece: Piece) -> dict[str, Any]:
-    """What `return_trees` asks for, an extension: of each token its piece and origin, and the rounds with their trees.
+    """What `return_trees` asks for, an extension: of each token its piece, origin and sources, and the rounds with their trees.
 
     texts: the pieces of all tokens that occur in the trees, by id.  The rest is as in docs/TRACE.md.
     """
@@ -156,6 +156,7 @@ def speculation_of(tokens: Generation | Chunk, piece: Piece) -> dict[str, Any]:
     return {
         "pieces": [piece(token) for token in tokens.token_ids],
         "origins": tokens.origins,
+        "sources": tokens.sources,
         "rounds": [round_as_json(each) for each in rounds],
         "texts": {str(token): piece(token) for token in sorted(ids)},
     }
