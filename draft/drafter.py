@@ -256,10 +256,11 @@ class Drafter(ABC):
 
     caches: what it keeps by slot, in the same pages as the target.  rows: what it keeps by row; None: nothing.
     head: whose weights it reads, if these may hold experts.
+    keeps_text: whether it has what follows each token of the rows' texts, and hands it out by `text`, as sources of paths do.
     keeps_states: whether its layers keep states by row, under the same numbers as the target's (specdec/batch/trees/states.py).
     """
 
-    keeps_states = False
+    keeps_text = keeps_states = False
     caches: Sequence[CachedBySlot] = ()
     rows: Rows | None = None
     head: DraftModel | None = None

@@ -175,7 +175,8 @@ def test_sources_at_the_door(zoo: Zoo, tmp_path: Path) -> None:
     options = EngineOptions(corpus=str(path))
     assert find_drafter("mtp", options) == Joined("mtp", ("suffix", "corpus"))
     assert find_drafter(["mtp", "answers"], options) == Joined("mtp", ("suffix", "corpus", "answers"))
-    for draft in (None, "ngram", "suffix"):
+    assert find_drafter("ngram", options) == Joined("ngram", ("corpus",))
+    for draft in (None, "suffix"):
         with pytest.raises(ValueError, match="joins the trees of a drafter, got draft=.*; nearest .* corpus=None"):
             find_drafter(draft, options)
     with pytest.raises(ValueError, match="corpus must be a file of text or a .jsonl file, got .*none"):
