@@ -11,7 +11,7 @@ import pytest
 from toolkit.serving.options import NUMBERS, other_number
 from toolkit.serving.server import Served, error_of
 
-from specdec import SamplingParams, SpecDecoder, shipped
+from specdec import SamplingParams, SpecConfig, SpecDecoder, shipped
 from specdec.serve.wire import grammar, requests
 from specdec.serve.wire.fields import CHAT, COMPLETIONS, SAMPLING_FIELDS, USED_FIELDS
 from specdec.serve.wire.requests import read_plan
@@ -81,6 +81,7 @@ ASKED: dict[str, tuple[dict[str, Any], Any]] = {
     "logprobs_mode": ({"logprobs": 0, "logprobs_mode": "processed"}, "processed"),
     "prediction": ({"prediction": {"type": "content", "content": [{"type": "text", "text": "a b"}]}}, "a b"),
     "sources": ({"sources": ["drafter"]}, ("drafter",)),
+    "shape": ({"shape": [3, 1]}, SpecConfig(3, 1)),
     "speculate": ({"speculate": False}, False),
     "n": ({"n": 2}, 2),  # of the plan, which makes requests of one choice each
     **{name: ({name: other_number(name)}, other_number(name)) for name in NUMBERS},
