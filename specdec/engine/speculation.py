@@ -110,7 +110,7 @@ class Speculation:
     def _choose(self, batch: RoundKey, share: float) -> tuple[Shape, list[Shape]]:
         """What the controller chooses, and the shapes that are to be made ready before."""
         assert self.controller is not None
-        size, wanted, ready = RoundSize(batch.rows, batch.needs.grammar), list[Shape](), None
+        size, wanted, ready = RoundSize.of(batch.rows, batch.needs), list[Shape](), None
         if self.controller.tries:
             wanted = self.controller.wanted(size, share, self._ready.get(batch, ()))
             ready = self._made_ready(batch, wanted)
@@ -154,13 +154,13 @@ class Speculation:
         matched: how many of the first of them other sources than the drafter proposed; None where there are no such sources.
         """
         if self.controller is not None:
-            size = RoundSize(step.rows, step.needs.grammar)
+            size = RoundSize.of(step.rows, step.needs)
             self.controller.observe(size, step.spec, seconds, accepted, best, tokens, matched)
 
     def tried(self, step: Try, seconds: float) -> None:
         """Records the seconds of a step that was tried."""
         if self.controller is not None and isinstance(step.step, RunRound):
-            size = RoundSize(step.step.rows, step.step.needs.grammar)
+            size = RoundSize.of(step.step.rows, step.step.needs)
             self.controller.tried(size, step.step.spec, seconds, self._tokens)
 
     def reasons(self) -> list[str]:

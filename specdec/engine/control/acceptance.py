@@ -17,7 +17,7 @@ from operator import mul
 from typing import NamedTuple
 
 from specdec.config import SpecConfig
-from specdec.engine.control.matches import Matches, known_depths
+from specdec.engine.control.matches import FIRST, Matches, known_depths
 
 # An observation counts 1/e after so many later ones, and after so many later rounds at least.  One row of one round is one.
 MEMORY, MEMORY_ROUNDS = 300.0, 6.0
@@ -78,11 +78,13 @@ class Acceptance:
         been.
     branching: of all trees; and of each shape, where it has run.
     first_guess: what the first level is assumed to accept; None: nobody has looked at the drafter.
-    depths: how deep paths of other sources reach; 0: there are none.
+    depths: how deep paths of other sources reach; 0: there are none.  first_match: what their first token is assumed to accept.
     """
 
-    def __init__(self, levels: int, first_guess: float | None = None, depths: int = 0) -> None:
-        self.matches = Matches(depths)
+    def __init__(
+        self, levels: int, first_guess: float | None = None, depths: int = 0, first_match: float = FIRST
+    ) -> None:  # fmt: skip
+        self.matches = Matches(depths, first_match)
         self.first_guess = FIRST_GUESS if first_guess is None else first_guess
         self.reached, self.accepted = [0.0] * levels, [0.0] * levels
         self._sums = LevelSums([0] * levels, [0] * levels)  # of all rounds, none of them forgotten

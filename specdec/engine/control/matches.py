@@ -17,6 +17,7 @@ MEMORY, MEMORY_ROUNDS = 300.0, 6.0  # as of Acceptance, where these stand
 # What the first token of a path is assumed to be worth, and the next ones where those before them were right; and how many
 # observations that is worth.
 FIRST, NEXT, WEIGHT = 0.15, 0.8, 3.0
+PREDICTED = 0.7  # the first, where requests bring predictions
 NEIGHBOUR = 12.0  # how many observations all depths above one are worth in what is assumed of it
 DOUBT = 0.7  # standard deviations that an optimist adds to what is not known well
 MAX_PROBABILITY = 0.999
@@ -25,19 +26,18 @@ MAX_PROBABILITY = 0.999
 class Matches:
     """Fading counts of rows whose texts reached a depth along such a path, and of those that went on there."""
 
-    def __init__(self, levels: int) -> None:
+    def __init__(self, levels: int, first: float = FIRST) -> None:
+        self.first = first
         self.reached, self.accepted = [0.0] * levels, [0.0] * levels
 
     def observe(self, shape: SpecConfig, matched: Sequence[int], rounds: int = 1) -> None:
         """matched: for each row that speculates, how many tokens from the root on such paths had right, in so many rounds.
 
         A path that was right as deep as the shape's reach tells nothing of what is deeper.  Nor does a tree without spare nodes
-        tell of paths: its few nodes may all be the drafter's.
+        tell of paths: its few nodes may all be the drafter's.  What is known grows old meanwhile.
         """
-        if not shape.spare_nodes:
-            return
         fade = math.exp(-len(matched) / max(MEMORY, MEMORY_ROUNDS * len(matched) / rounds))
-        room = min(shape.levels, shape.num_draft_tokens - 1)
+        room = min(shape.levels, shape.num_draft_tokens - 1) if shape.spare_nodes else 0
         for depth in range(len(self.reached)):
             right = sum(count > depth for count in matched)
             tried = sum(count >= depth for count in matched) if depth < room else 0
@@ -48,7 +48,7 @@ class Matches:
         """The probability at each depth that a path goes on being right.  known: depths below it are taken as high as they may
         well be; None: none is.
         """
-        found, guess = list[float](), FIRST
+        found, guess = list[float](), self.first
         for depth, (reached, accepted) in enumerate(zip(self.reached[:depths], self.accepted[:depths], strict=True)):
             weight = reached + WEIGHT
             rate = (accepted + WEIGHT * guess) / weight

@@ -135,7 +135,7 @@ class SimulatedDevice:
     """A device that runs what `speculation` asks for; a round's result is known one launch later.
 
     cost: seconds of a round.  a_token: how much longer a round takes for each token of all rows; texts grow, and begin anew.
-    uneven: how much rounds differ, as a share.
+    uneven: how much rounds differ, as a share.  needs: of all rows.
     length: tokens of each text.  rounds: by shape.  seconds, tokens: so far.
     """
 
@@ -144,6 +144,7 @@ class SimulatedDevice:
     cost: Callable[[int, Shape], float] = cost
     a_token: float = 0.0
     uneven: float = 0.02
+    needs: Needs = field(default_factory=Needs)
     length: float = 0.0
     rounds: Counter[Shape] = field(default_factory=Counter)
     seconds: float = 0.0
@@ -164,7 +165,7 @@ class SimulatedDevice:
     def round(self, rows: int, text: Text) -> Shape:
         """One round; its shape."""
         known = int(rows * self.length)
-        before, step = self.speculation.next_round(rows, Needs(), False, 1.0, known)
+        before, step = self.speculation.next_round(rows, self.needs, False, 1.0, known)
         self.prepare(before)
         seconds = (self.cost(rows, step.spec) + self.a_token * known) * (1 + self.uneven * self.rng.random())
         self.seconds += seconds
