@@ -15,7 +15,7 @@ from itertools import count
 
 from specdec import steps
 from specdec.engine.chunks import ChunkBudget
-from specdec.engine.control.matches import matched
+from specdec.engine.control.path_rates import matched
 from specdec.engine.failures import no_token
 from specdec.engine.launches.launch import Launch, Planned
 from specdec.engine.launches.mixing import Mixing

@@ -51,6 +51,7 @@ OTHER: dict[str, tuple[list[str], Any]] = {  # of each option: a value that is n
     "threads": (["1"], 1),
     "corpus": (["notes.txt"], "notes.txt"),
     "corpus_memory": (["1GiB"], 1 << 30),
+    "shapes": (["3,1 5,8,32"], (SpecConfig(3, 1), SpecConfig(5, 8, 32))),
 }
 
 # Of each field of SamplingParams: a command line, and the value that arrives, which is not the default.

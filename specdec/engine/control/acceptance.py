@@ -3,7 +3,7 @@
 The estimate has few numbers, so that few rounds tell much.  Each level has a probability with which a chain's draft token is
 accepted, given that the level above it was.  A tree offers several tokens a level: the odds of a level grow with the nodes that
 the tree has for each node of a chain, and one number, `branching`, says how fast.  What other sources of a tree add is in
-`matches.py`.
+`path_rates.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from operator import mul
 from typing import NamedTuple
 
 from specdec.config import SpecConfig
-from specdec.engine.control.matches import FIRST, Matches, known_depths
+from specdec.engine.control.path_rates import FIRST, PathRates, known_depths
 
 # An observation counts 1/e after so many later ones, and after so many later rounds at least.  One row of one round is one.
 MEMORY, MEMORY_ROUNDS = 300.0, 6.0
@@ -84,7 +84,7 @@ class Acceptance:
     def __init__(
         self, levels: int, first_guess: float | None = None, depths: int = 0, first_match: float = FIRST
     ) -> None:  # fmt: skip
-        self.matches = Matches(depths, first_match)
+        self.matches = PathRates(depths, first_match)
         self.first_guess = FIRST_GUESS if first_guess is None else first_guess
         self.reached, self.accepted = [0.0] * levels, [0.0] * levels
         self._sums = LevelSums([0] * levels, [0] * levels)  # of all rounds, none of them forgotten
@@ -138,7 +138,7 @@ class Acceptance:
         """Records how many draft tokens each row that speculates accepted, in so many verified rounds with trees of a shape.
 
         best: for each row, how many tokens of the drafter's first choices were accepted, and how many the tree had: what a
-        chain would have drafted.  None for a chain.  matched: see Matches.observe; None where there are no other sources.
+        chain would have drafted.  None for a chain.  matched: see PathRates.observe; None where there are no other sources.
         """
         rows = len(accepted) / rounds
         fade = math.exp(-len(accepted) / max(MEMORY, MEMORY_ROUNDS * rows))
@@ -206,7 +206,7 @@ class Acceptance:
     def _expected(
         self, shape: SpecConfig, chain: Sequence[float], doubts: bool = False, known: int | None = None
     ) -> float:  # fmt: skip
-        """Tokens of a round by its levels alone, the bonus token included.  known: depths of paths; see Matches.rates."""
+        """Tokens of a round by its levels alone, the bonus token included.  known: depths of paths; see PathRates.rates."""
         levels = self._shifted(chain, shape, doubts)
         return _tokens(levels)[-1] if shape.max_depth is None else self.matches.joined(levels, shape, known)
 

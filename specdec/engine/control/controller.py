@@ -19,7 +19,7 @@ from typing import NamedTuple
 from specdec.config import SpecConfig
 from specdec.engine.control.acceptance import Acceptance
 from specdec.engine.control.costs import Costs, Shape, is_narrow
-from specdec.engine.control.matches import PREDICTED
+from specdec.engine.control.path_rates import PREDICTED
 from specdec.limits import MAX_PAUSE
 from specdec.steps import Needs
 

@@ -22,7 +22,7 @@ def auto(zoo: Zoo, target: str, draft: list[str], topk: int = 2, **settings: Any
 
 def scripted(decoder: SpecDecoder, *indices: int) -> Driver:
     """Rounds of these shapes in turn; -1 is a round of no levels."""
-    driver, shapes = Driver(decoder), decoder.engine.scheduler.speculation.shapes
+    driver, shapes = Driver(decoder), Driver(decoder).speculation.shapes
     driver.script_shapes(*[None if index < 0 else shapes[index % len(shapes)] for index in indices])
     return driver
 
@@ -43,7 +43,7 @@ def test_text_is_the_target_s(zoo: Zoo, target: str, draft: list[str], settings:
     longer than the drafter's levels."""
     decoder = auto(zoo, target, draft, **settings)
     assert decoder.settings.spec == SpecConfig("auto", 2, 10, 9)
-    prompts, every = ragged_prompts(40, 5), range(len(decoder.engine.scheduler.speculation.shapes))
+    prompts, every = ragged_prompts(40, 5), range(len(Driver(decoder).speculation.shapes))
     predicted = SamplingParams(max_tokens=20, prediction=zoo.greedy(target, prompts[1], 24)[4:])
     for turn in range(2):  # the second time cached pages and answers are found
         driver = scripted(decoder, *[index for some in every for index in (some, -1, -1, some + turn)])
@@ -64,7 +64,7 @@ def test_a_prediction_goes_on_through_a_pause(zoo: Zoo) -> None:
     """Keeps out: a place in the prediction that stands still while nobody drafts, and matches that end where a pause began."""
     text = zoo.greedy("llama", [5, 9, 2, 7], 90)
     decoder = auto(zoo, "llama", ["eagle3", "suffix"], topk=1)
-    roomy = len(decoder.engine.scheduler.speculation.shapes) - 1
+    roomy = len(Driver(decoder).speculation.shapes) - 1
     for levels in ([roomy, *[-1] * 9, roomy], [roomy, roomy, -1]):
         driver = scripted(decoder, *levels)
         (paused,) = decoder.generate([5, 9, 2, 7], SamplingParams(max_tokens=90, prediction=text))
@@ -79,7 +79,7 @@ def test_a_prediction_goes_on_through_a_pause(zoo: Zoo) -> None:
 def test_the_chooser_learns_from_sources(zoo: Zoo) -> None:
     """On a text that a prediction knows.  Keeps out: rounds whose sources the host does not hand on."""
     decoder = auto(zoo, "llama", ["eagle3", "suffix"])
-    speculation = decoder.engine.scheduler.speculation
+    speculation = Driver(decoder).speculation
     controller: Any = speculation.controller
     controller.choose = lambda *asked: speculation.shapes[-1] if len(controller.books) else None
     text = zoo.greedy("llama", [5, 9, 2, 7], 120)

@@ -7,7 +7,7 @@ from toolkit.inside.simulated import MatchedText, SimulatedDevice, best_rate, pl
 
 from specdec import SpecConfig
 from specdec.engine.control.acceptance import Acceptance
-from specdec.engine.control.matches import Matches, matched
+from specdec.engine.control.path_rates import PathRates, matched
 from specdec.engine.speculation import Speculation
 from specdec.steps import Needs
 
@@ -74,7 +74,12 @@ def test_predictions_are_judged_by_themselves() -> None:
 
 def test_rates_are_those_of_paths() -> None:
     """Keeps out: a path that ended with the tree's room taken for one that was wrong there."""
-    rng, text, shape, matches = random.Random(0), MatchedText(0.1, first=0.6, goes_on=0.9), SpecConfig(1, 1, 5, 4), Matches(15)
+    rng, text, shape, matches = (
+        random.Random(0),
+        MatchedText(0.1, first=0.6, goes_on=0.9),
+        SpecConfig(1, 1, 5, 4),
+        PathRates(15),
+    )
     for _ in range(2000):
         matches.observe(shape, [text.draw(shape, rng)[2] for _ in range(2)])
     first, *later = matches.rates(4)

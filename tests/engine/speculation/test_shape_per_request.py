@@ -88,7 +88,7 @@ def test_text_is_the_target_s(zoo: Zoo, draft: list[str], spec: SpecConfig, shap
     )
     driver, seen, prompts = Driver(decoder), watched(decoder), ragged_prompts(40, 6)
     driver.set_depth(depth)
-    known = list(decoder.engine.scheduler.speculation.shapes)
+    known = list(Driver(decoder).speculation.shapes)
     wishes = [None, known[-1].of_drafter, known[1], None, known[0], known[-1]]
     params = [SamplingParams(max_tokens=n, shape=wish) for n, wish in zip((20, 9, 24, 5, 24, 12), wishes, strict=True)]
     outputs = decoder.generate(prompts, params)
@@ -110,7 +110,7 @@ def test_rows_that_do_not_speculate_have_no_wish(zoo: Zoo) -> None:
     """Keeps out: a shape asked for by a row whose text has become too long for the drafter."""
     head = str(zoo.head("llama", "eagle3"))
     decoder = SpecDecoder.from_pretrained(zoo.target("llama"), head, TREE, shapes=[WIDE], **SETTINGS)
-    Driver(decoder)._scheduler.speculation.max_draft_length = 12
+    Driver(decoder).speculation.max_draft_length = 12
     seen = watched(decoder)
     outputs = decoder.generate([[5, 9], [7]], [SamplingParams(max_tokens=20, shape=WIDE), SamplingParams(max_tokens=20)])
     assert [out.token_ids for out in outputs] == [zoo.greedy("llama", prompt, 20) for prompt in ([5, 9], [7])]
@@ -194,7 +194,7 @@ def test_captured_rounds(zoo: Zoo, draft: list[str], spec: SpecConfig) -> None:
     settings = SETTINGS | {"device": "cuda", "shapes": None if spec.is_auto else [CHAIN, WIDE]}
     decoder = SpecDecoder.from_pretrained(zoo.target("llama"), named[0] if len(named) == 1 else named, spec, **settings)
     prompts, seen = ragged_prompts(40, 6), watched(decoder)
-    known = decoder.engine.scheduler.speculation.shapes
+    known = Driver(decoder).speculation.shapes
     for turn in range(3):
         wishes = [None if (row + turn) % 3 == 0 else known[(row * 5 + turn) % len(known)] for row in range(len(prompts))]
         outputs = decoder.generate(prompts, [SamplingParams(max_tokens=24, shape=wish) for wish in wishes])

@@ -1,6 +1,6 @@
 """How far texts follow the paths of other sources than the drafter: what these add to a round, as rounds have shown.
 
-Matches hold on where a drafter gives out, so a path has an estimate for each depth, as a chain has; both go on independently of
+Paths hold on where a drafter gives out, so they have an estimate for each depth, as a chain has; both go on independently of
 each other.  This module knows numbers and the shapes of trees.
 """
 
@@ -23,7 +23,7 @@ DOUBT = 0.7  # standard deviations that an optimist adds to what is not known we
 MAX_PROBABILITY = 0.999
 
 
-class Matches:
+class PathRates:
     """Fading counts of rows whose texts reached a depth along such a path, and of those that went on there."""
 
     def __init__(self, levels: int, first: float = FIRST) -> None:
