@@ -168,8 +168,20 @@ class DraftModel(nn.Module, ABC):
             )
         return spec
 
-    def shapes(self, spec: SpecConfig, warns: bool = False) -> tuple[SpecConfig, ...]:
-        """The shapes among those of `spec` that it can grow.  ValueError if it can grow none of them.
+    def asked_shapes(self, spec: SpecConfig, asked: Sequence[SpecConfig] | None) -> tuple[SpecConfig, ...]:
+        """What rounds make of shapes that requests may ask for besides `spec`, which is resolved.  ValueError if they can't."""
+        made = tuple(map(self.resolved, asked or ()))
+        if made and (spec.is_auto or spec in made or len(set(made)) < len(made)):
+            got = "num_steps='auto'" if spec.is_auto else f"shapes='{' '.join(shape.label for shape in made)}'"
+            raise ValueError(
+                f"shapes are others than the decoder's own, SpecConfig({spec.label}), each once, and 'auto' has its own; "
+                f"got {got}; nearest setting that works: leave {'shapes' if spec.is_auto else spec.label} out"
+            )
+        return made
+
+    def shapes(self, spec: SpecConfig, warns: bool = False, asked: Sequence[SpecConfig] = ()) -> tuple[SpecConfig, ...]:
+        """The shapes among those of `spec` that it can grow, and then those of `asked`, of which it must grow each.  ValueError
+        if it can grow none of the first, or not all of the others.
 
         "auto" also leaves out shapes in doubt.  warns: whether users are to be warned of another shape; several places ask for
         shapes, and one of them is enough.
@@ -188,7 +200,7 @@ class DraftModel(nn.Module, ABC):
             found.append(shape)
         if problem is not None and not found:
             raise problem
-        return tuple(found)
+        return (*found, *(shape for one in asked for shape in self.shapes(one, warns)))
 
     @abstractmethod
     def worker(self, context: DrafterContext) -> Drafter:
@@ -244,10 +256,11 @@ class Drafter(ABC):
 
     caches: what it keeps by slot, in the same pages as the target.  rows: what it keeps by row; None: nothing.
     head: whose weights it reads, if these may hold experts.
+    keeps_text: whether it has what follows each token of the rows' texts, and hands it out by `text`, as sources of paths do.
     keeps_states: whether its layers keep states by row, under the same numbers as the target's (specdec/batch/trees/states.py).
     """
 
-    keeps_states = False
+    keeps_text = keeps_states = False
     caches: Sequence[CachedBySlot] = ()
     rows: Rows | None = None
     head: DraftModel | None = None

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+NOBODY = 1 << 29  # the bit of nodes that fill a tree because the request does without their sources: none is ever accepted
 FinishReason = Literal["eos", "stop", "length"]
 
 
@@ -105,7 +106,7 @@ class NodeTable(NamedTuple):
 
     tokens, parents: of each node; the root is its own parent.  chosen: the target's own token after each node, -1 where its
     logits were not finite.  scores: the logarithm of each node's survival as its drafter estimates it; empty without estimates.
-    sources: a bit for each source that proposed a node; 0 for the root, and where there is one source.
+    sources: a bit for each source that proposed a node, or NOBODY; 0 for the root, and where there is one source.
     """
 
     tokens: list[int]
@@ -188,7 +189,12 @@ class Round:
 
 
 def source_name(bits: int, names: tuple[str, ...]) -> str:
-    """The sources of a node, such as "drafter+suffix"; without one a grammar has made it.  bits: one for each of names."""
+    """The sources of a node, such as "drafter+suffix"; without one a grammar has made it.  bits: one for each of names.
+
+    "nobody": it only fills the tree, since its request does without whoever proposed it.
+    """
+    if bits & NOBODY:
+        return "nobody"
     return "+".join(name for number, name in enumerate(names) if bits >> number & 1) or "grammar"
 
 

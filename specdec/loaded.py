@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, NoReturn, Self
 
 from specdec.checks import about, require_bool, require_text, shown
-from specdec.config import SamplingParams
+from specdec.config import SamplingParams, SpecConfig
 from specdec.draft.drafter import DraftModel
 from specdec.engine.engine_thread import EngineThread
 from specdec.engine.loop import Engine
@@ -297,7 +297,8 @@ class LoadedDecoder:
         predicted = prediction_of(sampling, self.tokenizer, config.vocab_size, self.settings.max_seq_len)
         self._check_sources(sampling, speculate)
         names, scope = self.head.sources if self.head is not None else (), self._tables.scope_of(cache_salt)
-        given = streaming, drafts, encoder_ids, bad_words, left_after, predicted, names, scope, trees
+        shape = self._shape_of(sampling, speculate)
+        given = streaming, drafts, encoder_ids, bad_words, left_after, predicted, names, scope, trees, shape
         request = Request.new(prompt_ids, sampling, seed, self.eos_ids, decode, *given)
         if wait is not None and sampling.grammar_rule is not None:
             request.choice = request.choice.waiting(wait)
@@ -336,6 +337,29 @@ class LoadedDecoder:
             with about("sources"):
                 known = list(head.sources) if head is not None else []
                 raise ValueError(f"sources names {shown(unknown[0])}; expected some of {known}; nearest: {known[0]!r}")
+
+    def _shape_of(self, sampling: SamplingParams, speculate: bool) -> SpecConfig | None:
+        """The shape that the request asks for, as rounds name it.  ValueError if they have no such shape."""
+        asked, shapes = sampling.shape, self.engine.scheduler.speculation.shapes
+        if asked is None:
+            return None
+        with about("shape"):
+            if not speculate:
+                raise ValueError("shape would do nothing with speculate=False; nearest setting that works: speculate=True")
+            if self.head is None:
+                raise ValueError(
+                    "shape is of draft trees, and this decoder drafts nothing; nearest setting that works: no shape"
+                )
+            assert isinstance(asked, SpecConfig)
+            own = asked.numbers  # whose depth, where other sources' paths reach, may be left out
+            made = next((shape for shape in shapes if own in (shape.numbers, shape.numbers[:3])), None)
+            if made is None:
+                known = " or ".join(f"[{', '.join(map(str, shape.numbers))}]" for shape in shapes)
+                raise ValueError(
+                    f"shape must be one that this decoder's rounds may have, got [{', '.join(map(str, asked.numbers))}]; "
+                    f"nearest settings that work: {known}"
+                )
+        return made
 
 
 def _wait(queues: Sequence[OutputQueue], news: SimpleQueue[None], show: Progress | None) -> None:

@@ -11,7 +11,7 @@ import inspect
 import math
 import os
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,8 @@ from specdec.checks import (
     setting_of,
     store,
 )
-from specdec.config import GraphMode
+from specdec.config import GraphMode, SpecConfig
+from specdec.trees.shape import require_shapes
 
 if TYPE_CHECKING:
     import torch
@@ -238,6 +239,15 @@ class EngineOptions:
         "and the oldest go.  Nothing is taken without such a source.",
         others=require_size,
         metavar="SIZE",
+    )
+    shapes: str | Sequence[SpecConfig | Sequence[int]] | None = option(
+        None,
+        "shapes of trees for which requests may ask besides the decoder's own, such as `3,1 5,8,32`: levels, branches, nodes",
+        details="A round has one shape, the largest for which any of its rows asks.  SpecConfig('auto') has shapes enough, and "
+        "refuses more.",
+        others=require_shapes,
+        metavar="SHAPES",
+        decided_by=dict.fromkeys(("bench", "verify", "generate", "trace"), "all requests have the shape of --spec"),
     )
 
     chat_template: str | Path | None = option(

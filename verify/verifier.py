@@ -207,7 +207,7 @@ class TargetVerifier:
         if self.synthetic is not None:
             tokens_BN = self.synthetic.force(tree, tokens_BN, state.sampling.seed_R, state.lens_B, state.speculates_B)
         trees_B5N = tree_numbers(tree, tokens_BN) if needs.trees else None  # before the root, a plain round's, is another token
-        accepted, base_lens_B = accept(tree, tokens_BN, state)
+        accepted, base_lens_B = accept(tree.to_accept if "sources" in needs.steps else tree, tokens_BN, state)
         if needs.history:
             emitted_B = (accepted.accepted_B + 1) * state.active_B
             state.record(accepted.tokens_BE, emitted_B, self.model.vocabulary.first)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +27,13 @@ from specdec.steps import Needs, RowEntry
 from specdec.tables.steps import TableName, TableStep
 
 
+class TextKeeper(Protocol):
+    """The drafter, or the first source, which keeps the texts of all rows."""
+
+    def text(self, state: BatchState) -> PagedTexts:
+        """Of these rows."""
+
+
 class PathSource(ABC):
     """A source before it has a batch.
 
@@ -36,6 +44,7 @@ class PathSource(ABC):
         captured by needs; empty: it does in all rounds.
     slot_bytes: what it keeps of each token of the first group of layers.
     tables: of other texts that it reads, and how many tokens each holds.
+    fills: whether it gives every row a path as deep as paths may be, so that trees have as many nodes as they must.
     description: what it is, in a few words, said of a drafter that it is joined with.
     """
 
@@ -45,6 +54,7 @@ class PathSource(ABC):
     step: str = ""
     slot_bytes: int = 0
     tables: Mapping[TableName, int] = {}
+    fills = False
     description: str
 
     def load(self, device: torch.device) -> None:  # noqa: B027
@@ -68,12 +78,8 @@ class PathFinder(ABC):
     caches: Sequence[CachedBySlot] = ()
     rows: Rows | None = None
 
-    def follow(self, first: PathFinder) -> None:  # noqa: B027
-        """Told once of the first source, which keeps the rows' texts (see `text`)."""
-
-    def text(self, state: BatchState) -> PagedTexts:
-        """The texts of these rows.  Asked of the first source alone."""
-        raise NotImplementedError
+    def follow(self, texts: TextKeeper) -> None:  # noqa: B027
+        """Told once of who keeps the rows' texts."""
 
     def bring_table(self, step: TableStep) -> None:
         """Takes a part of one of the source's tables; see `Drafter.bring_table`."""
@@ -91,7 +97,11 @@ class PathFinder(ABC):
         """Requests take rows, outside of any graph."""
 
     def extend(self, state: BatchState, new: NewTokens) -> None:  # noqa: B027
-        """Learns what a round emitted, or a paused one.  state.lens_B is already the length after the round."""
+        """Learns what a round emitted.  state.lens_B is already the length after the round."""
+
+    def keep(self, state: BatchState, new: NewTokens) -> None:
+        """Learns what a paused round emitted, in which nobody drafted."""
+        self.extend(state, new)
 
     def prefill(self, state: BatchState, prompts: RaggedPrompts, first_B: Tensor) -> None:  # noqa: B027
         """Learns parts of prompts; see `Drafter.prefill`."""

@@ -35,6 +35,7 @@ class OwnText(PathSource):
     classes = (PathClass(FIRST), PathClass(tuple(0.8 * rate for rate in FIRST)))
     paths = (0, *[1] * (MATCHES - 1))
     slot_bytes = ENTRY_BYTES
+    fills = True
     description = "matches in the text"
 
     def finder(self, context: DrafterContext) -> OwnTextFinder:

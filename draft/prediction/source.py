@@ -111,6 +111,12 @@ class PredictionFinder(PathFinder):
         if self.rows is not None:
             follow(self.rows.narrow(state.rows), new.tokens_BE, (new.last_B + 1) * state.active_B)
 
+    def keep(self, state: BatchState, new: NewTokens) -> None:
+        """No draft has looked for a place: the answer goes on from where it was."""
+        if self.rows is not None:
+            self.rows.found_R.copy_(self.rows.at_R)
+            self.extend(state, new)
+
     def prefill(self, state: BatchState, prompts: RaggedPrompts, first_B: Tensor) -> None:
         """The answer's first token, or of a request that had a row before, its last one."""
         if self.rows is None:

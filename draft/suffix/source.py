@@ -15,7 +15,7 @@ from specdec.batch.state import BatchState
 from specdec.batch.transfer import to_device
 from specdec.draft.drafter import DrafterContext, Rows
 from specdec.draft.join.paths import Paths
-from specdec.draft.join.source import PathFinder, PathSource
+from specdec.draft.join.source import PathFinder, PathSource, TextKeeper
 from specdec.draft.join.survival import PathClass
 from specdec.draft.suffix.device_table import DeviceTable
 from specdec.draft.suffix.lookup import Continuations, find_continuations
@@ -61,15 +61,15 @@ class TableFinder(PathFinder):
     """Looks rows' last tokens up in a table."""
 
     rows: ScopeRows
-    own_texts: PathFinder
+    own_texts: TextKeeper
 
     def __init__(self, table: DeviceTable, context: DrafterContext, by_scope: bool) -> None:
         self.table, self.by_scope = table, by_scope
         keys_R = torch.full((context.rows,), 0 if by_scope else ALL_ROWS, dtype=torch.int64, device=context.device)
         self.rows = ScopeRows(keys_R)
 
-    def follow(self, first: PathFinder) -> None:
-        self.own_texts = first
+    def follow(self, texts: TextKeeper) -> None:
+        self.own_texts = texts
 
     def enter(self, entries: Sequence[RowEntry]) -> None:
         if self.by_scope:

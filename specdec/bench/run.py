@@ -143,11 +143,11 @@ class BenchOptions:
     @property
     def joins(self) -> bool:
         """Whether trees have several sources."""
-        return isinstance(self.draft, list | tuple) and len(self.draft) > 1
+        return (isinstance(self.draft, list | tuple) and len(self.draft) > 1) or self.engine.corpus is not None
 
     def resolved(self, spec: SpecConfig) -> SpecConfig:
         """The shape that rounds have: where matches join a drafter, with all the levels that these may reach."""
-        return spec.joined if self.joins and not spec.is_auto else spec
+        return spec.joined if self.joins else spec
 
     @property
     def work(self) -> list[tuple[int, SpecConfig | None]]:

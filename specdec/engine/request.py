@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from math import inf
 
-from specdec.config import SamplingParams
+from specdec.config import SamplingParams, SpecConfig
 from specdec.engine.chunks import PromptRest
 from specdec.engine.needs import RowChoice
 from specdec.engine.trim import Trimmer
@@ -49,6 +49,7 @@ class Request:
     scores: list[TokenLogprob] = field(default_factory=list)
     rounds: list[Round] | None = None
     left_after: LeftAfter | None = None
+    shape: SpecConfig | None = None  # of the trees that it asks for, as rounds name it; None: it takes any
     scope: int = 0  # the key of those whose earlier answers it may be proposed, as they may be this one's; 0: nobody's
     _unread: int = 0
     _unread_rounds: int = 0
@@ -70,8 +71,9 @@ class Request:
         source_names: tuple[str, ...] = ("drafter",),
         scope: int = 0,
         trees: bool = False,
+        shape: SpecConfig | None = None,
     ) -> Request:
-        """A request that has no output yet.  eos_ids: see Trimmer.  source_names: see the class.
+        """A request that has no output yet.  eos_ids: see Trimmer.  source_names, shape: see the class.
 
         seed: the caller's, or one that was drawn.  bad_words, prediction_ids: those of `sampling` as ids.  trees: keep each
         round's tree.
@@ -87,6 +89,7 @@ class Request:
             "prediction_ids": prediction_ids,
             "source_names": source_names,
             "scope": scope,
+            "shape": shape,
             "rounds": [] if trees else None,
         }
         return cls(prompt_ids, sampling, choice, output, speculate, streaming, **more)  # type: ignore[arg-type]

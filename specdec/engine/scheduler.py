@@ -15,6 +15,7 @@ from itertools import count
 
 from specdec import steps
 from specdec.engine.chunks import ChunkBudget
+from specdec.engine.control.path_rates import matched
 from specdec.engine.failures import no_token
 from specdec.engine.launches.launch import Launch, Planned
 from specdec.engine.launches.mixing import Mixing
@@ -230,7 +231,8 @@ class Scheduler:
         if seconds is not None:
             drafting = [row for row, speculates in zip(emitted, planned.speculates, strict=False) if speculates]
             accepted, best = [len(row.tokens) - 1 for row in drafting], [row.best for row in drafting]
-            self.speculation.observe(step, seconds, accepted, best, tokens_of(planned.states))
+            by_others = [matched(row.sources) for row in drafting] if step.spec and step.spec.max_depth is not None else None
+            self.speculation.observe(step, seconds, accepted, best, tokens_of(planned.states), by_others)
         for index in ended:
             if (state := planned.states[index]) is not None:
                 state.request.drafted_until = max(0, tokens_of([state]) - self.speculation.pause)
@@ -292,6 +294,7 @@ class Scheduler:
             shared,
             speculating / len(running),
             tokens_of(states) if self.speculation.controller else 0,
+            {state.request.shape for state, drafts in zip(states, speculates, strict=True) if state and drafts},
         )
         before += first
         for state in states:

@@ -194,11 +194,11 @@ def plan_states(
         fewest pages take, and what else is neither.
     ValueError if state_cache holds no state, or leaves too little memory.
     """
-    spec, options = settings.spec, settings.options
+    options = settings.options
     held = [(config.recurrent, len(config.recurrent_layers)) for config in configs if config.recurrent is not None]
     if not held:
         return None
-    nodes = max(shape.num_draft_tokens for shape in spec.shapes) if spec else 1
+    nodes = settings.most_nodes
     if any(config.recurrent for config in configs[1:]):
         nodes = max(nodes, settings.draft_slots)
     rows = RESERVED_STATES + 2 * options.max_batch_size

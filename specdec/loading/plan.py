@@ -203,8 +203,7 @@ def parts_of(models: CountedModels, settings: EngineSettings) -> dict[str, int]:
     """Bytes by what takes them, for a full batch of longest sequences, or with keys and values of kv_cache_memory."""
     options, dtype = settings.options, settings.dtype.itemsize
     kv = options.kv_cache_memory if isinstance(options.kv_cache_memory, int) else kv_bytes(models, settings)
-    target, spec = models.configs[0], settings.spec
-    queries = options.max_batch_size * (spec.num_draft_tokens if spec else 1)
+    target, queries = models.configs[0], options.max_batch_size * settings.most_nodes
     chunk = min(CHUNK_COST["cuda"][2], options.max_batch_size * settings.max_seq_len)
     return {
         "weights of the target": models.weights[0],

@@ -49,7 +49,7 @@ def round_lines(trace: Trace, text: TracedText, index: int, paint: Paint, lines:
     """One round: a heading, then a line for each node, children below their parent."""
     made = text.rounds[index]
     drafts, path = len(made.tree.tokens) - 1, made.path
-    said = f"{made.accepted} of {drafts} drafted nodes accepted" if drafts else "a plain step"
+    said = f"{made.accepted} of {drafts} drafted nodes accepted{_by_source(made)}" if drafts else "a plain step"
     yield f"round {index + 1} of {len(text.rounds)}: {said}"
     children: list[list[int]] = [[] for _ in made.tree.tokens]
     for node, parent in enumerate(made.tree.parents):
@@ -86,6 +86,12 @@ def visible(text: str, most: int = MOST) -> str:
 def _node(trace: Trace, made: Round, node: int, source: str, mark: str) -> str:
     score = f"{math.exp(made.tree.scores[node]):.3f}" if made.tree.scores else ""
     return " ".join(filter(None, (_token(trace, made.tree.tokens[node]), score, source, mark)))
+
+
+def _by_source(made: Round) -> str:
+    """How many of the accepted nodes each source proposed, where there are several; a node may be of several."""
+    counts = Counter(name for node in made.path[1:] for name in made.sources[node : node + 1])
+    return f" ({', '.join(f'{count} by {name}' for name, count in counts.items())})" if counts else ""
 
 
 def _token(trace: Trace, token: int) -> str:

@@ -61,7 +61,8 @@ def trace_of(
         shown = prompt if isinstance(prompt, str) else tokenizer.decode(each.prompt_token_ids)
         pieces = pieces_of(each, tokenizer.decode) if tokenizer.is_present else [tokenizer.piece(t) for t in each.token_ids]
         count = len(each.prompt_token_ids)
-        texts.append(TracedText(shown, count, each.token_ids, pieces, each.origins, each.finish_reason, each.rounds))
+        told = each.token_ids, pieces, each.origins, each.finish_reason, each.rounds
+        texts.append(TracedText(shown, count, *told, sources=each.sources))
         for made in each.rounds:
             seen.update(made.tree.tokens, made.tree.chosen)
     return Trace(_about(decoder, sampling), {token: tokenizer.piece(token) for token in seen if token >= 0}, texts)

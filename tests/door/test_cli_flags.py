@@ -56,6 +56,7 @@ OTHER: dict[str, tuple[list[str], Any]] = {  # of each option: a value that is n
     "audit_max_tokens": (["99"], 99),
     "audit_stop": ([], True),
     "audit_folder": (["wrong"], "wrong"),
+    "shapes": (["3,1 5,8,32"], (SpecConfig(3, 1), SpecConfig(5, 8, 32))),
 }
 
 # Of each field of SamplingParams: a command line, and the value that arrives, which is not the default.
@@ -78,7 +79,11 @@ SAMPLED: dict[str, tuple[list[str], Any]] = {
 }
 # The others have one text a prompt, print no probabilities, and run many prompts, of which a prediction is one's.
 GENERATE_ALONE = ("logprobs", "logprobs_mode", "n", "prediction")
-NO_FLAG = ("sources", "speculate")  # --draft names who drafts, and --no-speculate or a --target alone decodes plainly
+NO_FLAG = (
+    "sources",
+    "shape",
+    "speculate",
+)  # --draft names who drafts, --spec the shape, and --no-speculate or a --target alone decodes plainly
 NOT_IN_BENCH = ("json_schema", "regex", "grammar")  # rounds with a grammar have a benchmark, texts.grammar_rounds
 
 

@@ -11,7 +11,7 @@ import pytest
 from toolkit.serving.options import NUMBERS, other_number
 from toolkit.serving.server import Served, error_of
 
-from specdec import SamplingParams, SpecDecoder, shipped
+from specdec import SamplingParams, SpecConfig, SpecDecoder, shipped
 from specdec.serve.chats import messages
 from specdec.serve.wire import grammar, requests
 from specdec.serve.wire.fields import CHAT, COMPLETIONS, SAMPLING_FIELDS, USED_FIELDS
@@ -85,6 +85,7 @@ ASKED: dict[str, tuple[dict[str, Any], Any]] = {
     "logprobs_mode": ({"logprobs": 0, "logprobs_mode": "processed"}, "processed"),
     "prediction": ({"prediction": {"type": "content", "content": [{"type": "text", "text": "a b"}]}}, "a b"),
     "sources": ({"sources": ["drafter"]}, ("drafter",)),
+    "shape": ({"shape": [3, 1]}, SpecConfig(3, 1)),
     "speculate": ({"speculate": False}, False),
     "prompt_logprobs": ({"prompt_logprobs": 3}, 3),
     "include_stop_str_in_output": ({"include_stop_str_in_output": True}, True),

@@ -60,6 +60,9 @@ GOOD: dict[str, Any] = {"model": "tiny", "prompt": "Once"}
         ({"stop_token_ids": [5, 4000]}, "stop_token_ids", "stop_token_ids holds 4000"),
         ({"ignore_eos": 1}, "ignore_eos", "ignore_eos must be a bool"),
         ({"speculate": "no"}, "speculate", "speculate must be a bool"),
+        ({"shape": "wide"}, "shape", "shape must be a SpecConfig, or a list of its numbers"),
+        ({"shape": [5, 1, 9]}, "shape", "must be num_steps + 1 = 6"),
+        ({"shape": [9, 1]}, "shape", "shape must be one that this decoder's rounds may have, got [9, 1, 10]; nearest"),
         ({"n": 0}, "n", "nearest setting that works: n=1"),
         ({"n": 10**9}, "n", "this server takes at most 260 at once"),
         ({"n": 10**4299, "prompt": ["Once"] * 10}, "n", "n must be in [1, 2147483647]"),  # times 10, too long to be shown

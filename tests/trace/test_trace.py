@@ -163,14 +163,17 @@ def test_two_thousand_tokens_are_less_than_3_mb(tmp_path: Path) -> None:
 
 
 def test_every_node_has_its_line() -> None:
-    """Keeps out: a branch that is left out or stands under another parent, by reading the lines back."""
+    """Keeps out: a branch that is left out or stands elsewhere, sources of another node, by reading the lines back."""
     for seed in range(30):
         made = drawn_trace(random.Random(seed), 1)
         made.pieces.update({n: f"t{n}" for n in range(120)})
         lines, text = list(as_text(made)), made.texts[0]
         starts = [i for i, line in enumerate(lines) if line.startswith("round ")]
         for each, begin, end in zip(text.rounds, starts, [*starts[1:], len(lines)], strict=True):
-            tree, above, found = each.tree, list[str](), list[tuple[int, str, str]]()
+            tree, above, found, of_nodes = each.tree, list[str](), list[tuple[int, str, str]](), Counter[str]()
+            accepted = Counter(each.sources[n] for n in each.path[1:] if each.sources)
+            assert all(f"{count} by {name}" in lines[begin] for name, count in accepted.items())
+            assert lines[begin].count(" by ") == len(accepted)
             for line in lines[begin + 1 : end]:
                 name = line.lstrip("\u2502\u251c\u2514\u2500 ")
                 if not name:
@@ -178,13 +181,14 @@ def test_every_node_has_its_line() -> None:
                 depth = (len(line) - len(name)) // 3
                 above = [*above[:depth], name.split("'")[1]]
                 found.append((depth, name.split("'")[1], above[depth - 1] if depth else ""))
+                of_nodes.update({"drafter", "suffix", "drafter+suffix"} & {*name.split()})
             depths = [0]
             for n in range(1, len(tree.tokens)):
                 depths.append(depths[tree.parents[n]] + 1)
             end_node = each.path[-1]
             wanted = [(depths[n], f"t{t}", f"t{tree.tokens[tree.parents[n]]}" if n else "") for n, t in enumerate(tree.tokens)]
             wanted.append((depths[end_node] + 1, f"t{tree.chosen[end_node]}", f"t{tree.tokens[end_node]}"))
-            assert sorted(found) == sorted(wanted)
+            assert sorted(found) == sorted(wanted) and of_nodes == Counter(filter(None, each.sources))
 
 
 def test_json_is_utf_8_everywhere(tmp_path: Path) -> None:

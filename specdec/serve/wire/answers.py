@@ -226,7 +226,7 @@ def _said_of(tokens: Generation | Chunk, plan: RequestPlan, piece: Piece, offset
 
 
 def speculation_of(tokens: Generation | Chunk, piece: Piece) -> dict[str, Any]:
-    """What `return_trees` asks for, an extension: of each token its piece, origin and source, and the rounds with their trees.
+    """What `return_trees` asks for, an extension: of each token its piece, origin and sources, and the rounds with their trees.
 
     texts: the pieces of all tokens that occur in the trees, by id.  The rest is as in docs/TRACE.md.
     """

@@ -73,7 +73,8 @@ CHOICES = [["drafter"], ["suffix"], ["drafter", "suffix"], ["prediction"], ["dra
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
 def test_every_mixture_of_sources(zoo: Zoo, sampling: dict[str, Any]) -> None:
-    """Keeps out: texts that depend on who drafts, a choice that reaches another row, one that does nothing."""
+    """Keeps out: texts that depend on who drafts, a choice that reaches another row, one that does nothing, drafts of a source
+    that is left out which are accepted where they fill the tree."""
     decoder = decoder_of(zoo, "llama", "eagle3", (3, 3, 12))
     prompt = ragged_prompts(40, 2)[1]
     want = decoder.generate(prompt, SamplingParams(max_tokens=40, **sampling), speculate=False)[0].token_ids
@@ -81,11 +82,18 @@ def test_every_mixture_of_sources(zoo: Zoo, sampling: dict[str, Any]) -> None:
         SamplingParams(max_tokens=40, **sampling, sources=names, prediction=edited(want) if "prediction" in names else None)
         for names in CHOICES
     ]
-    outputs = decoder.generate([prompt] * len(CHOICES), given)
+    outputs = decoder.generate([prompt] * len(CHOICES), given, trees=True)
     assert [out.token_ids for out in outputs] == [want] * len(CHOICES)
+    for out, names in zip(outputs, CHOICES, strict=True):
+        assert {name for each in out.sources for name in each.split("+")} <= {*names, ""}
+        assert out.rounds is not None
+        of_nodes = {name for each in out.rounds for node in each.sources for name in node.split("+")}
+        assert of_nodes <= {*names, "", "nobody"} and ("nobody" in of_nodes or names != ["prediction"]), "the tree is filled"
+        for each in out.rounds:
+            assert "nobody" not in [each.sources[node] for node in each.path]
     plainly = decoder.generate([prompt], SamplingParams(max_tokens=40, **sampling, speculate=False))[0]
     assert plainly.token_ids == want and plainly.stats.drafted == 0
-    if not sampling:  # a path of a source that is left out is verified only where the tree has places left
+    if not sampling:
         by_name = dict(zip(map(tuple, CHOICES), outputs, strict=True))
         with_prediction = by_name["suffix", "prediction"].stats.rounds
         assert with_prediction < min(by_name["suffix",].stats.rounds, by_name["drafter",].stats.rounds)

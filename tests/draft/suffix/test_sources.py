@@ -21,7 +21,7 @@ GIVEN: dict[str, Any] = {
 
 
 def joined(zoo: Zoo, *sources: str, head: str = "eagle3", shape: Any = (3, 3, 9), **settings: Any) -> SpecDecoder:
-    draft = [str(zoo.head("llama", head)), *sources]
+    draft = ["ngram" if head == "ngram" else str(zoo.head("llama", head)), *sources]
     return SpecDecoder.from_pretrained(zoo.target("llama"), draft, SpecConfig(*shape), **{**GIVEN, **settings})
 
 
@@ -37,6 +37,9 @@ CASES: list[tuple[tuple[str, ...], str, Any, dict[str, Any]]] = [
     (("suffix", "answers"), "eagle3", (3, 1, 4), {"page_size": 4, "prefix_caching": True, "prefill_chunk": 5}),
     (("corpus", "answers"), "eagle1", (2, 2, 7, 6), {"page_size": 4}),
     (("answers", "corpus", "suffix"), "dflash-pruned", (3, 3, 10), {"page_size": 4}),
+    (("corpus",), "ngram", (3, 1, 4), {"page_size": 4, "prefix_caching": True}),
+    (("corpus", "answers"), "ngram", (4, 3, 14), {"page_size": 4, "prefill_chunk": 5}),
+    (("answers",), "ngram", ("auto", 2, 8), {"page_size": 1}),
 ]
 
 
@@ -90,6 +93,23 @@ def test_second_answers_come_of_the_first(zoo: Zoo) -> None:
         rounds.append(sum(out.stats.rounds for out in outputs))
         Driver(decoder).settle_tables()
     assert rounds[-1] < 0.6 * rounds[0]
+
+
+def test_n_grams_have_sources_beside_them(zoo: Zoo) -> None:
+    """Keeps out: a corpus that n-grams never see, trees of more nodes than anybody can fill."""
+    prompts = ragged_prompts(40, 4)
+    want = [zoo.greedy("llama", prompt, 30) for prompt in prompts]
+    decoder = joined(zoo, "corpus", head="ngram", shape=(4, 2, 9))
+    assert decoder.head is not None and decoder.head.sources == ("suffix", "corpus", "prediction")
+    before = decoder.generate(prompts, SamplingParams(max_tokens=30))
+    Driver(decoder).bring_corpus([prompt + out for prompt, out in zip(prompts, want, strict=True)])
+    after = decoder.generate(prompts, SamplingParams(max_tokens=30))
+    assert [out.token_ids for out in after] == want and any("corpus" in source for out in after for source in out.sources)
+    assert sum(out.stats.rounds for out in after) < 0.7 * sum(out.stats.rounds for out in before)
+    with pytest.raises(
+        ValueError, match=r"trees of suffix and corpus and prediction alone have at most 5 nodes, .*num_draft_tokens=5"
+    ):
+        joined(zoo, "corpus", head="ngram", shape=(4, 1, 9, 8))
 
 
 def test_no_text_reaches_another_scope(zoo: Zoo) -> None:
@@ -175,7 +195,8 @@ def test_sources_at_the_door(zoo: Zoo, tmp_path: Path) -> None:
     options = EngineOptions(corpus=str(path))
     assert find_drafter("mtp", options) == Joined("mtp", ("suffix", "corpus"))
     assert find_drafter(["mtp", "answers"], options) == Joined("mtp", ("suffix", "corpus", "answers"))
-    for draft in (None, "ngram", "suffix"):
+    assert find_drafter("ngram", options) == Joined("ngram", ("corpus",))
+    for draft in (None, "suffix"):
         with pytest.raises(ValueError, match="joins the trees of a drafter, got draft=.*; nearest .* corpus=None"):
             find_drafter(draft, options)
     with pytest.raises(ValueError, match="corpus must be a file of text or a .jsonl file, got .*none"):

@@ -11,7 +11,7 @@ ROOMS = ("attention", "draft", "verify")
 # Two layers have several rooms: what all may import, the engine too, and what computes with tensors.
 BASE = {
     "plain": {"chat", "checks", "config", "generation", "grammar", "limits", "options", "screen", "shipped", "startup", "steps"}
-    | {"tables", "__version__"},
+    | {"tables", "trees", "__version__"},
     "ops": {"ops", "parallel"},
 }
 MAY_IMPORT = {
