@@ -30,8 +30,27 @@ def best_path(parent_N, taken_N, n, places, BLOCK: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["nodes", "places", "stride_tokens_b", "stride_tokens_n", "stride_parents", "stride_targets", "width", "stride_sources"],
-    do_not_specialize_on_alignment=["lens", "bonus", "active", "speculates", "tokens", "counts", "said", "best_paths", "said_sources"],
+    do_not_specialize=[
+        "nodes",
+        "places",
+        "stride_tokens_b",
+        "stride_tokens_n",
+        "stride_parents",
+        "stride_targets",
+        "width",
+        "stride_sources",
+    ],
+    do_not_specialize_on_alignment=[
+        "lens",
+        "bonus",
+        "active",
+        "speculates",
+        "tokens",
+        "counts",
+        "said",
+        "best_paths",
+        "said_sources",
+    ],
 )
 def accept_kernel(
     tokens,  # [B, N] int64

@@ -160,17 +160,20 @@ def case(ways: list[Way], kind: str, temperature: float, batch: int, args: argpa
 def ways_of(args: argparse.Namespace, batch: int) -> list[Way]:
     """Plain decoding, the drafter alone, and what sources add to it."""
     spec, target = SpecConfig(*args.spec), args.target or shipped.target_folder()
+    deep = SpecConfig(*(args.predicted_spec or args.spec))
     settings: dict[str, Any] = {"max_batch_size": batch, "smoke": False, "max_seq_len": args.max_seq_len}
     settings |= {"device": args.device} | ({"dtype": args.dtype} if args.dtype else {})
     if args.draft == "none":
         grams = SpecDecoder.from_pretrained(target, "ngram", spec, **settings)
-        return [Way("plain", grams, False), Way("n-grams", grams), Way("n-grams, prediction", grams, predicts=True)]
+        deeper = grams if deep == spec else SpecDecoder.from_pretrained(target, "ngram", deep, **settings)
+        return [Way("plain", grams, False), Way("n-grams", grams), Way("n-grams, prediction", deeper, predicts=True)]
     head = args.draft or shipped.draft_folder()
     alone = SpecDecoder.from_pretrained(target, head, spec, **settings)
     joined = SpecDecoder.from_pretrained(target, [head, "suffix"], spec, **settings)
+    deeper = joined if deep == spec else SpecDecoder.from_pretrained(target, [head, "suffix"], deep, **settings)
     return [
         Way("plain", alone, False), Way("head", alone), Way("head, text", joined),
-        Way("head, text, prediction", joined, predicts=True),
+        Way("head, text, prediction", deeper, predicts=True),
     ]  # fmt: skip
 
 
@@ -181,6 +184,9 @@ def main() -> None:
     parser.add_argument("--prompts")
     parser.add_argument("--chat", action="store_true")
     parser.add_argument("--spec", type=lambda text: tuple(map(int, text.split(","))), default=(5, 4, 16))
+    parser.add_argument(
+        "--predicted-spec", type=lambda text: tuple(map(int, text.split(","))), help="the shape with predictions, if another"
+    )
     parser.add_argument("--kinds", default=",".join(("own", *EDITS)))
     parser.add_argument("--temperatures", default="0,1")
     parser.add_argument("--batches", default="1,8,32")

@@ -199,7 +199,7 @@ class JoinedDrafter(Drafter):
 
     def changed(self, state: BatchState) -> list[Tensor]:
         of_sources = [tensor for finder in self.finders for tensor in finder.changed(state)]
-        return [*self.drafter.changed(state), *of_sources, self.survival.counts_CLG2]
+        return [*self.drafter.changed(state), *of_sources, self.survival.counts_CLKG2]
 
     @property
     def keeps_states(self) -> bool:  # type: ignore[override]

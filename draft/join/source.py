@@ -84,7 +84,8 @@ class PathFinder(ABC):
         """Writes the paths of a round that follow each row's bonus token.
 
         out: its own paths of these rows, views with a stride between rows.  All their tokens are written: ids in the
-        first `depth` places at most, and -1 after a path's end; a path without any is all -1.
+        first `depth` places at most, and -1 after a path's end; a path without any is all -1.  Lengths and
+        support are written for every path.
         """
 
     def enter(self, entries: Sequence[RowEntry]) -> None:  # noqa: B027

@@ -89,4 +89,4 @@ class TableFinder(PathFinder):
 
     def fill(self, state: BatchState, depth: int, out: Paths) -> None:
         keys_B, text = self.rows.narrow(state.rows).keys_R, self.own_texts.text(state)
-        find_continuations(self.table, text, keys_B, depth, Continuations(out.tokens_BPD, out.lengths_BP))
+        find_continuations(self.table, text, keys_B, depth, Continuations(*out[:3]))
