@@ -188,7 +188,8 @@ class LoadedDecoder:
         speculate: False: the drafter proposes nothing for these prompts.  The texts are the same.
         trees: keep the tree of each round: see Generation.rounds.
         progress: show a bar on stderr.
-        cache_salt: earlier answers are proposed among requests of the same salt alone.
+        cache_salt: pages of the prefix cache are shared, and earlier answers proposed, among requests of the same salt
+            alone; where there is neither, requests share nothing, and it does nothing.
 
         ValueError and TypeError name a prompt or a setting that can't be used; then nothing has run.  If a request fails while
         it runs, the other requests finish, and then RuntimeError is raised from its error.  Ctrl-C ends this call's requests.
@@ -260,7 +261,9 @@ class LoadedDecoder:
         `generate`.
         """
         self.owner.check_open()
-        self._check_salt(cache_salt)
+        if cache_salt is not None:
+            with about("cache_salt"):
+                require_text("cache_salt", cache_salt)
         require_bool("speculate", speculate, True)
         require_bool("trees", trees, False)
         if not isinstance(sampling, SamplingParams):
@@ -285,22 +288,10 @@ class LoadedDecoder:
         predicted = prediction_of(sampling, self.tokenizer, config.vocab_size, self.settings.max_seq_len)
         self._check_sources(sampling, speculate)
         names, scope = self.head.sources if self.head is not None else (), self._tables.scope_of(cache_salt)
-        given = streaming, drafts, encoder_ids, bad_words, left_after, predicted, names, scope, trees
+        given = streaming, drafts, encoder_ids, bad_words, left_after, predicted, names, scope, trees, cache_salt
         request = Request.new(prompt_ids, sampling, seed, self.eos_ids, decode, *given)
         self.engine.check(request)
         return request
-
-    def _check_salt(self, cache_salt: str | None) -> None:
-        """TypeError or ValueError for a salt that is none, and one that would not separate all that requests share."""
-        if cache_salt is None:
-            return
-        with about("cache_salt"):
-            require_text("cache_salt", cache_salt)
-            if self.settings.options.prefix_caching:
-                raise ValueError(
-                    "cache_salt separates earlier answers, and prefix_caching=True shares keys and values among all requests; "
-                    "nearest setting that works: prefix_caching=False, or no cache_salt"
-                )
 
     def _check_sources(self, sampling: SamplingParams, speculate: bool) -> None:
         """ValueError if what the request says of drafts would do nothing.  speculate: see `generate`."""

@@ -48,6 +48,7 @@ class Request:
     rounds: list[Round] | None = None
     left_after: LeftAfter | None = None
     scope: int = 0  # the key of those whose earlier answers it may be proposed, as they may be this one's; 0: nobody's
+    cache_salt: str | None = None  # of those with which it may share pages of the prefix cache
     _unread: int = 0
     _unread_rounds: int = 0
 
@@ -68,6 +69,7 @@ class Request:
         source_names: tuple[str, ...] = ("drafter",),
         scope: int = 0,
         trees: bool = False,
+        cache_salt: str | None = None,
     ) -> Request:
         """A request that has no output yet.  eos_ids: see Trimmer.  source_names: see the class.
 
@@ -86,6 +88,7 @@ class Request:
             "source_names": source_names,
             "scope": scope,
             "rounds": [] if trees else None,
+            "cache_salt": cache_salt,
         }
         return cls(prompt_ids, sampling, choice, output, speculate, streaming, **more)  # type: ignore[arg-type]
 

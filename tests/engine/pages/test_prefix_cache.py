@@ -35,13 +35,14 @@ def test_any_order_of_use_keeps_the_books(page_size: int) -> None:
     admission = Admission(PagePool(40, page_size), lookahead=5, prefix_caching=True)
     assert admission.cache is not None
     running: list[Request] = []
-    content: dict[int, tuple[tuple[int, ...], bool]] = {}  # page -> (its text from the beginning, successor too; draft rows)
+    content: dict[int, tuple[tuple[int | str | None, ...], bool]] = {}  # page -> (salt, text up to its successor; draft rows)
     found_tokens = 0
     for _ in range(1500):
         if rng.random() < 0.5:
             drafted = rng.random() < 0.6
             prompt = [rng.randrange(2) for _ in range(3)] + [0] * rng.randrange(1, 6 * page_size) + [rng.randrange(2)]
             request = new_request(prompt, rng.randrange(1, 3 * page_size), speculate=drafted)
+            salt = request.cache_salt = rng.choice([None] * 8 + ["a", "b"])
             found = admission.find(request, drafted)
             if found is None or not admission.admit(request, found):
                 continue
@@ -50,12 +51,12 @@ def test_any_order_of_use_keeps_the_books(page_size: int) -> None:
             assert found.tokens < len(prompt)
             for i, page in enumerate(table[:start]):
                 text, has_draft = content[page]
-                assert text == tuple(prompt[: (i + 1) * page_size + 1]) and has_draft >= drafted
+                assert text == (salt, *prompt[: (i + 1) * page_size + 1]) and has_draft >= drafted
             running.append(request)
             others = {page for other in running[:-1] for page in admission.allocations[other].table}
             assert not others & set(table[start:]), "two requests write to one page"
             for i, page in enumerate(table[start:], start):  # the prefill writes these
-                content[page] = (tuple(prompt[: (i + 1) * page_size + 1]), drafted)
+                content[page] = ((salt, *prompt[: (i + 1) * page_size + 1]), drafted)
             admission.keep(request, prompt, drafted, len(prompt))
             fixed = admission.fixed_pages(request, True)
             assert fixed == table[: len(fixed)] and all(content[page][1] for page in fixed)
@@ -69,7 +70,8 @@ def test_any_order_of_use_keeps_the_books(page_size: int) -> None:
                 text = request.prompt_ids  # it leaves early
             admission.grow(request, len(text))
             for i in range((len(request.prompt_ids) - 1) // page_size, (len(text) - 1) // page_size):
-                content[admission.allocations[request].table[i]] = (tuple(text[: (i + 1) * page_size + 1]), drafted)
+                begun = request.cache_salt, *text[: (i + 1) * page_size + 1]
+                content[admission.allocations[request].table[i]] = (begun, drafted)
             admission.keep(request, text, drafted, len(text), leaves=True)
             admission.leave(request)
         check_books(admission, running)
@@ -236,6 +238,17 @@ def test_generated_tokens_are_found_too(zoo: Zoo, decoder: SpecDecoder) -> None:
         assert_same([out], [want])
         assert out.stats.cached_tokens == ((len(text) - 2 - 1) // 4 * 4 if turn else 0)  # less the new and the last token
         text = text + out.token_ids + [turn]
+
+
+def test_requests_of_another_salt_find_nothing(decoder: SpecDecoder) -> None:
+    """Keeps out: pages of one caller's text that another one finds by asking with it, and a wait for pages that are none."""
+    prompt, sampling = SYSTEM + [5, 6], SamplingParams(max_tokens=8)
+    want = decoder.generate([prompt], sampling, cache_salt="a")[0]
+    for salt, is_kept in (("a", True), ("b", False), ("b", True), (None, False), (None, True)):
+        out = decoder.generate([prompt], sampling, cache_salt=salt)[0]
+        assert out.token_ids == want.token_ids and bool(out.stats.cached_tokens) == is_kept, salt
+    together = [decoder.new_request(decoder.encode(prompt), sampling, cache_salt=salt) for salt in ("c", "d")]
+    assert [out.stats.cached_tokens for out in decoder.run(together)] == [0, 0]
 
 
 @pytest.mark.slow_cases
