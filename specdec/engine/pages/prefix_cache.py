@@ -7,8 +7,8 @@ matters because the drafter's key and value of a page's last token are computed 
 that go on differently can't share that page.  The pages form a tree whose branches are tuples of page_size + 1 token ids (a
 page's tokens and its successor).  Ids are compared themselves, not hashes of them, so no two texts can be confused.
 
-A text may have a salt: texts of other salts, and those without one, share no page with it.  The salt is part of its first page's
-key.
+A text may have a salt: texts of other salts, and those without one, share no page with it.  The salt is part of its first
+page's key.
 
 Only full pages whose successor is known are kept.  Nobody writes to a cached page again: a sequence that reads it writes to
 later pages only.  A page stays until the pool needs it; the least recently used page goes first.

@@ -75,7 +75,7 @@ def test_any_order_of_use_keeps_the_books(page_size: int) -> None:
             admission.keep(request, text, drafted, len(text), leaves=True)
             admission.leave(request)
         check_books(admission, running)
-    assert admission.hit_tokens == found_tokens > 1000 and admission.lookup_tokens > found_tokens
+    assert admission.hit_tokens == found_tokens > 500 and admission.lookup_tokens > found_tokens
     for request in running:
         admission.leave(request)
     assert admission.free_pages == admission.pool.capacity
