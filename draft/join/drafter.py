@@ -93,6 +93,10 @@ class JoinedModel(DraftModel):
     def passes(self, spec: SpecConfig) -> int:
         return self.drafter.passes(spec.of_drafter)
 
+    def source_bytes(self, rows: int, positions: int) -> int:
+        own = self.drafter.source_bytes(rows, positions)
+        return own + sum(source.table_bytes + rows * source.row_bytes(positions) for source in self.path_sources)
+
     def once_bytes(self, rows: int) -> int:
         return self.drafter.once_bytes(rows)
 

@@ -35,7 +35,7 @@ class PathSource(ABC):
     step: the need (see Needs) of rounds in which it proposes anything, which costs nothing in others, because graphs are
         captured by needs; empty: it does in all rounds.
     slot_bytes: what it keeps of each token of the first group of layers.
-    tables: of other texts that it reads, and how many tokens each holds.
+    tables: of other texts that it reads, and how many tokens each holds.  table_bytes: what they take.
     description: what it is, in a few words, said of a drafter that it is joined with.
     """
 
@@ -45,10 +45,15 @@ class PathSource(ABC):
     step: str = ""
     slot_bytes: int = 0
     tables: Mapping[TableName, int] = {}
+    table_bytes: int = 0
     description: str
 
     def load(self, device: torch.device) -> None:  # noqa: B027
         """Takes the memory that all rows have in common, before the rest is given to keys and values.  To be called once."""
+
+    def row_bytes(self, positions: int) -> int:
+        """What it keeps of each row of that many positions, at most."""
+        return 0
 
     def runs(self, needs: Needs) -> bool:
         """Whether it proposes anything in rounds of these needs."""

@@ -46,6 +46,9 @@ class NgramModel(DraftModel):
     def needs(self) -> DraftNeeds:
         return DraftNeeds(features=None, slot_bytes=ENTRY_BYTES)
 
+    def source_bytes(self, rows: int, positions: int) -> int:
+        return rows * Predicted().row_bytes(positions)
+
     @property
     def sources(self) -> tuple[str, ...]:
         return SUFFIX, PREDICTION
