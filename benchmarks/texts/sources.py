@@ -129,7 +129,7 @@ def case(ways: list[Way], kind: str, temperature: float, batch: int, args: argpa
     """All ways over one kind of texts, in turns."""
     base: dict[str, Any] = {"max_tokens": args.tokens, "temperature": temperature, **({"seed": 1} if temperature else {})}
     base["ignore_eos"] = not args.chat
-    texts = texts_of(kind, batch, args, ways[0].decoder, SamplingParams(**base))
+    texts = texts_of(kind, max(batch, args.texts), args, ways[0].decoder, SamplingParams(**base))
     used = [way for way in ways if not way.predicts or kind != "own"]
     want, rates = None, {way.name: list[float]() for way in used}
     lengths = dict[str, float]()
@@ -191,6 +191,9 @@ def main() -> None:
     parser.add_argument("--temperatures", default="0,1")
     parser.add_argument("--batches", default="1,8,32")
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument(
+        "--texts", type=int, default=8, help="at least so many; those of a smaller batch come one after another"
+    )
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--warm-ups", type=int, default=1, help="turns before those; a GPU needs more, to capture graphs")
     parser.add_argument("--max-seq-len", type=int, default=512)
