@@ -252,9 +252,10 @@ def _models(pair: CheckedPair, settings: EngineSettings) -> CountedModels:
     lossless = lossless_bytes_of(own, without, held, config.tie_embeddings) if packs else 0
     if drafter is None:
         return CountedModels(configs, (weights,), scratch=scratch, lossless=lossless)
-    kept = {"slot_bytes": drafter.model.needs.slot_bytes, "source_bytes": drafter.model.source_bytes}
+    model = drafter.model
     if drafter.checkpoint is None:  # one without files reads no weights
-        return CountedModels(configs, (weights,), scratch=scratch, lossless=lossless, **kept)
+        counted = CountedModels(configs, (weights,), scratch=scratch, lossless=lossless)
+        return counted._replace(slot_bytes=model.needs.slot_bytes, source_bytes=model.source_bytes)
     without, layers = drafter.unkept(own), share_of(drafter.model.needs.configs[0], Shard(0, ranks))
     drafted = tensor_bytes(drafter.checkpoint, layers, settings.dtype, without)
     drafted += drafter.added_values * settings.dtype.itemsize
@@ -262,7 +263,8 @@ def _models(pair: CheckedPair, settings: EngineSettings) -> CountedModels:
     values = drafter.model.needs.page_values * settings.dtype.itemsize
     scratch = max(scratch, scratch_values(drafter.checkpoint, without, share_of_tensor(layers)))
     both, features = (weights, drafted), drafter.model.feature_size
-    return CountedModels(configs, both, features, values, scratch, lossless, drafter.called, **kept)
+    given = configs, both, features, values, scratch, lossless, drafter.called
+    return CountedModels(*given, model.needs.slot_bytes, model.source_bytes)
 
 
 def tensor_bytes(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, without: set[str]) -> int:
