@@ -67,8 +67,8 @@ def support_of(agree_X: Tensor, total_X: Tensor) -> Tensor:
     total_X: how many matches are as long as each, itself included; agree_X: how many of them go on with the same token.  ONCE:
     there is no other; ALL, MOST or FEW of them (at most half) go on alike.
     """
-    some_X = torch.where(2 * agree_X > total_X, MOST, FEW)
-    return torch.where(agree_X < total_X, some_X, torch.where(total_X > 1, ALL, ONCE))
+    some_X = MOST + (FEW - MOST) * (2 * agree_X <= total_X).long()
+    return torch.where(agree_X < total_X, some_X, ONCE + (ALL - ONCE) * (total_X > 1).long())
 
 
 CHAIN = PathClass((0.7,) * LENGTHS, improves=False)  # a drafter's chain that has no scores
