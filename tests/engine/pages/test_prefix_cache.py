@@ -62,17 +62,14 @@ def test_any_order_of_use_keeps_the_books(page_size: int) -> None:
             found_tokens += found.tokens
         elif running:
             request = running.pop(rng.randrange(len(running)))
-            drafted = request.speculate
+            drafted, salt = request.speculate, request.cache_salt
             output = [rng.randrange(2) for _ in range(rng.randrange(request.sampling.max_tokens) + 1)]
             text = request.prompt_ids + output
             if admission.pages_lacking(request, len(text)) > admission.free_pages:
                 text = request.prompt_ids  # it leaves early
             admission.grow(request, len(text))
             for i in range((len(request.prompt_ids) - 1) // page_size, (len(text) - 1) // page_size):
-                content[admission.allocations[request].table[i]] = (
-                    (request.cache_salt, *text[: (i + 1) * page_size + 1]),
-                    drafted,
-                )
+                content[admission.allocations[request].table[i]] = ((salt, *text[: (i + 1) * page_size + 1]), drafted)
             admission.keep(request, text, drafted, len(text), leaves=True)
             admission.leave(request)
         check_books(admission, running)
