@@ -8,10 +8,10 @@ import torch
 from toolkit.kernels import DEVICE
 from toolkit.oracles.ngrams import random_texts
 
-from specdec.draft.join.survival import FEW, MOST
+from specdec.draft.join.survival import ALL, FEW, MOST, ONCE
 from specdec.draft.ngram.lookup import MAX_MATCH, PagedTexts
 from specdec.draft.suffix.device_table import DeviceTable
-from specdec.draft.suffix.host_table import HostTable, TableText, host_table
+from specdec.draft.suffix.host_table import TOKEN_BYTES, HostTable, TableText, host_table
 from specdec.draft.suffix.lookup import CONTINUATIONS, Continuations, find_continuations
 from specdec.draft.suffix.sort import sorted_places
 
@@ -166,10 +166,25 @@ def test_places_are_sorted_by_what_precedes_them(seed: int) -> None:
     assert sorted_places(text, places).tolist() == sorted(places.tolist(), key=before)
 
 
-def test_a_text_of_one_token_is_sorted_as_fast() -> None:
-    """Keeps out: comparisons of long runs, which one token a million times would make endless."""
+def test_a_text_of_one_token_is_sorted_and_found_as_fast() -> None:
+    """Keeps out: comparisons of long runs, which one token a million times would make endless; a search that reads all places
+    that match; more bytes of a token than are counted."""
     import time
+    import tracemalloc
 
     begun = time.perf_counter()
+    tracemalloc.start()
     table = host_table({1: [TableText(np.zeros(1 << 20, dtype=np.int32))]})
-    assert time.perf_counter() - begun < 20 and len(table.order_X) == 1 << 20
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert time.perf_counter() - begun < 20 and len(table.order_X) == 1 << 20 and most < (1 << 20) * 160
+    view = on_device(table, len(table.text_N), torch.device("cpu"))
+    assert view.text_2N.nbytes + view.order_2N.nbytes == view.capacity * TOKEN_BYTES
+    paged, _ = random_texts([30], 9, None, 0)
+    paged.tokens_N.zero_()
+    begun = time.perf_counter()
+    for _ in range(20):
+        got = found(view, paged, torch.tensor([1]), DEPTH)
+    assert time.perf_counter() - begun < 10
+    assert got.lengths_BM.tolist() == [[MAX_MATCH, 0]] and got.support_BM.tolist() == [[ALL, ONCE]]
+    assert not got.tokens_BMR[0, 0, :DEPTH].any()
