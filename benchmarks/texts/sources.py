@@ -1,6 +1,6 @@
 """What sources beside a head are worth: tokens a second with the head alone, joined by the text's matches, and by predictions.
 
-    python benchmarks texts.sources --out benchmarks/texts/results/sources_cpu.json
+    python benchmarks texts.sources --device cuda --dtype float32 --out benchmarks/texts/results/sources_h200.json
     python benchmarks texts.sources --target SmolLM2.gguf --draft none --chat --tokens 160 --batches 1
 
 A pair that follows no instructions gets edits that are made here: the prediction of an answer is the answer itself with a name
