@@ -228,6 +228,10 @@ class DraftModel(nn.Module, ABC):
         """How often a round of that shape reads the weights; 0: there are none."""
         return 0
 
+    def source_bytes(self, rows: int, positions: int) -> int:
+        """Bytes that it keeps for so many rows of so many positions besides weights and what is kept by slot, at most."""
+        return 0
+
     def once_bytes(self, rows: int) -> int:
         """Bytes of the weights that only one of these passes reads."""
         return 0

@@ -193,7 +193,8 @@ class LoadedDecoder:
         speculate: False: the drafter proposes nothing for these prompts.  The texts are the same.
         trees: keep the tree of each round: see Generation.rounds.
         progress: show a bar on stderr.
-        cache_salt: earlier answers are proposed among requests of the same salt alone.
+        cache_salt: pages of the prefix cache are shared, and earlier answers proposed, among requests of the same salt
+            alone; where there is neither, requests share nothing, and it does nothing.
 
         ValueError and TypeError name a prompt or a setting that can't be used; then nothing has run.  If a request fails while
         it runs, the other requests finish, and then RuntimeError is raised from its error.  Ctrl-C ends this call's requests.
@@ -268,7 +269,9 @@ class LoadedDecoder:
         all_tokens: whether special tokens are part of the text, by their names.
         """
         self.owner.check_open()
-        self._check_salt(cache_salt)
+        if cache_salt is not None:
+            with about("cache_salt"):
+                require_text("cache_salt", cache_salt)
         require_bool("speculate", speculate, True)
         require_bool("trees", trees, False)
         if not isinstance(sampling, SamplingParams):
@@ -298,24 +301,12 @@ class LoadedDecoder:
         self._check_sources(sampling, speculate)
         names, scope = self.head.sources if self.head is not None else (), self._tables.scope_of(cache_salt)
         shape = self._shape_of(sampling, speculate)
-        given = streaming, drafts, encoder_ids, bad_words, left_after, predicted, names, scope, trees, shape
+        given = streaming, drafts, encoder_ids, bad_words, left_after, predicted, names, scope, trees, shape, cache_salt
         request = Request.new(prompt_ids, sampling, seed, self.eos_ids, decode, *given)
         if wait is not None and sampling.grammar_rule is not None:
             request.choice = request.choice.waiting(wait)
         self.engine.check(request)
         return request
-
-    def _check_salt(self, cache_salt: str | None) -> None:
-        """TypeError or ValueError for a salt that is none, and one that would not separate all that requests share."""
-        if cache_salt is None:
-            return
-        with about("cache_salt"):
-            require_text("cache_salt", cache_salt)
-            if self.settings.options.prefix_caching:
-                raise ValueError(
-                    "cache_salt separates earlier answers, and prefix_caching=True shares keys and values among all requests; "
-                    "nearest setting that works: prefix_caching=False, or no cache_salt"
-                )
 
     def _check_sources(self, sampling: SamplingParams, speculate: bool) -> None:
         """ValueError if what the request says of drafts would do nothing.  speculate: see `generate`."""

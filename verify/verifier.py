@@ -220,8 +220,6 @@ class TargetVerifier:
             numbers = self._logprobs(weighed_BEW.flatten(0, 1), tokens_BE.flatten(), needs)
             logprobs_BEY = numbers.unflatten(0, tokens_BE.shape)
         new, emitted = NewTokens(base_lens_B, accepted.tokens_BE, accepted.accepted_B, features_BEF), accepted.emitted
-        if tree.sources_BN is not None:
-            emitted = emitted.with_sources(tree.sources_BN.gather(1, accepted.path_BE))
         return RoundResult(new, emitted, logprobs_BEY, trees_B5N)
 
     def commit(self, tables: dict[int, TreeTables], state: BatchState, tree: DraftTree, accepted: Accepted) -> None:

@@ -106,6 +106,10 @@ class JoinedModel(DraftModel):
     def passes(self, spec: SpecConfig) -> int:
         return self.drafter.passes(spec.of_drafter)
 
+    def source_bytes(self, rows: int, positions: int) -> int:
+        own = self.drafter.source_bytes(rows, positions)
+        return own + sum(source.table_bytes + rows * source.row_bytes(positions) for source in self.path_sources)
+
     def once_bytes(self, rows: int) -> int:
         return self.drafter.once_bytes(rows)
 
@@ -225,7 +229,7 @@ class JoinedDrafter(Drafter):
 
     def changed(self, state: BatchState) -> list[Tensor]:
         of_sources = [tensor for finder in self.finders for tensor in finder.changed(state)]
-        return [*self.drafter.changed(state), *of_sources, self.survival.counts_CLG2]
+        return [*self.drafter.changed(state), *of_sources, self.survival.counts_CLKG2]
 
     @property
     def keeps_states(self) -> bool:  # type: ignore[override]

@@ -42,18 +42,18 @@ def joined_tree(tree: DraftTree, tokens_BPD: Tensor, steps_BPD: Tensor, bits_P: 
     """
     N, D = tree.num_nodes, steps_BPD.shape[2]
     assert num_nodes <= max(N, D + 1)
-    root_B, max_depth = tree.tokens_BN[:, 0].contiguous(), min(num_nodes - 1, max(tree.max_depth, D))
+    root_B, max_depth = tree.tokens_BN[:, 0], min(num_nodes - 1, max(tree.max_depth, D))
     if N <= MAX_KERNEL_NODES and use_kernels(steps_BPD):
         from specdec.draft.join.join_triton import launch_candidates
 
         candidates = launch_candidates(tree, tokens_BPD, steps_BPD, bits_P)
-        return told_apart(best_nodes(candidates, root_B, num_nodes, max_depth))
+        return best_nodes(candidates, root_B, num_nodes, max_depth, SHIFT)
     tree = with_scores(tree, steps_BPD[:, -1])
     tokens_BPD, steps_BPD = tokens_BPD[:, :-1, :D], steps_BPD[:, :-1]
     nodes_BPD = nodes_of_paths(tree, tokens_BPD)
     scores_BN = raised_scores(tree, nodes_BPD, steps_BPD)
     candidates = candidates_of(tree, scores_BN, nodes_BPD, tokens_BPD, steps_BPD, bits_P)
-    return told_apart(best_nodes(candidates, root_B, num_nodes, max_depth))
+    return best_nodes(candidates, root_B, num_nodes, max_depth, SHIFT)
 
 
 def joined_chain(tree: DraftTree, tokens_BPD: Tensor, steps_BPD: Tensor, bits_P: Tensor) -> DraftTree:
@@ -76,11 +76,6 @@ def joined_chain(tree: DraftTree, tokens_BPD: Tensor, steps_BPD: Tensor, bits_P:
     is_own_BD = (best_BD < 0).long() * DRAFTER  # after a path's end
     chain = DraftTree.chain(torch.cat((tree.tokens_BN[:, :1], tokens_BD), dim=1))
     return replace(chain, sources_BN=torch.cat((torch.zeros_like(tokens_BD[:, :1]), sources_BD | is_own_BD), dim=1))
-
-
-def told_apart(tree: DraftTree) -> DraftTree:
-    """The tree of candidates whose sources stand above their tokens, with both by themselves."""
-    return replace(tree, tokens_BN=tree.tokens_BN & (2**SHIFT - 1), sources_BN=tree.tokens_BN >> SHIFT)
 
 
 def with_scores(tree: DraftTree, steps_BD: Tensor) -> DraftTree:

@@ -43,7 +43,7 @@ class PathSource(ABC):
     step: the need (see Needs) of rounds in which it proposes anything, which costs nothing in others, because graphs are
         captured by needs; empty: it does in all rounds.
     slot_bytes: what it keeps of each token of the first group of layers.
-    tables: of other texts that it reads, and how many tokens each holds.
+    tables: of other texts that it reads, and how many tokens each holds.  table_bytes: what they take.
     fills: whether it gives every row a path as deep as paths may be, so that trees have as many nodes as they must.
     description: what it is, in a few words, said of a drafter that it is joined with.
     """
@@ -54,11 +54,16 @@ class PathSource(ABC):
     step: str = ""
     slot_bytes: int = 0
     tables: Mapping[TableName, int] = {}
+    table_bytes: int = 0
     fills = False
     description: str
 
     def load(self, device: torch.device) -> None:  # noqa: B027
         """Takes the memory that all rows have in common, before the rest is given to keys and values.  To be called once."""
+
+    def row_bytes(self, positions: int) -> int:
+        """What it keeps of each row of that many positions, at most."""
+        return 0
 
     def runs(self, needs: Needs) -> bool:
         """Whether it proposes anything in rounds of these needs."""
@@ -90,7 +95,8 @@ class PathFinder(ABC):
         """Writes the paths of a round that follow each row's bonus token.
 
         out: its own paths of these rows, views with a stride between rows.  All their tokens are written: ids in the
-        first `depth` places at most, and -1 after a path's end; a path without any is all -1.
+        first `depth` places at most, and -1 after a path's end; a path without any is all -1.  Lengths and
+        support are written for every path.
         """
 
     def enter(self, entries: Sequence[RowEntry]) -> None:  # noqa: B027

@@ -48,6 +48,9 @@ class Predicted(PathSource):
     step = PREDICTION
     description = "predictions of requests"
 
+    def row_bytes(self, positions: int) -> int:
+        return positions * torch.int32.itemsize
+
     def finder(self, context: DrafterContext) -> PredictionFinder:
         return PredictionFinder(context)
 

@@ -53,9 +53,9 @@ class EmittedRows(NamedTuple):
     num_sources: int = 0
 
     @classmethod
-    def empty(cls, rows: int, places: int, device: torch.device) -> EmittedRows:
+    def empty(cls, rows: int, places: int, device: torch.device, num_sources: int = 0) -> EmittedRows:
         """Memory to be written through the views."""
-        return cls(torch.empty(rows, places + 3, dtype=torch.int64, device=device))
+        return cls(torch.empty(rows, places + 3 + num_sources, dtype=torch.int64, device=device), num_sources)
 
     @classmethod
     def of(cls, accepted_B: Tensor, tokens_BE: Tensor, best_B2: Tensor) -> EmittedRows:
@@ -72,6 +72,10 @@ class EmittedRows(NamedTuple):
     @property
     def best_B2(self) -> Tensor:
         return self.numbers_BX[:, self._end - 2 : self._end]
+
+    @property
+    def sources_BD(self) -> Tensor:
+        return self.numbers_BX[:, self._end :]
 
     @property
     def _end(self) -> int:

@@ -51,6 +51,7 @@ class Request:
     left_after: LeftAfter | None = None
     shape: SpecConfig | None = None  # of the trees that it asks for, as rounds name it; None: it takes any
     scope: int = 0  # the key of those whose earlier answers it may be proposed, as they may be this one's; 0: nobody's
+    cache_salt: str | None = None  # of those with which it may share pages of the prefix cache
     _unread: int = 0
     _unread_rounds: int = 0
 
@@ -72,6 +73,7 @@ class Request:
         scope: int = 0,
         trees: bool = False,
         shape: SpecConfig | None = None,
+        cache_salt: str | None = None,
     ) -> Request:
         """A request that has no output yet.  eos_ids: see Trimmer.  source_names, shape: see the class.
 
@@ -91,6 +93,7 @@ class Request:
             "scope": scope,
             "shape": shape,
             "rounds": [] if trees else None,
+            "cache_salt": cache_salt,
         }
         return cls(prompt_ids, sampling, choice, output, speculate, streaming, **more)  # type: ignore[arg-type]
 

@@ -105,7 +105,9 @@ def plan_pool(model: Target, head: DraftModel | None, settings: EngineSettings) 
     memory = model.group.all_reduce_min(memory, settings.device)
     if head is None:
         return pool_plan([model.config], settings, memory)
-    needs = head.needs
+    needs, options = head.needs, settings.options
+    if options.kv_cache_memory == "auto":  # tables are there already; predictions take theirs when the first one comes
+        memory -= head.source_bytes(options.max_batch_size + 1, settings.max_seq_len) - head.source_bytes(0, 0)
     return pool_plan(
         [model.config, *needs.models], settings, memory, needs.slot_bytes, needs.page_values * settings.dtype.itemsize
     )

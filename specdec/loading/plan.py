@@ -73,6 +73,8 @@ class CountedModels(NamedTuple):
     scratch: int = 0  # values of the largest quantised matrix, which is dequantised for prompts; 0: there is none
     lossless: int = 0  # the bytes of matrices that are kept once more, of both
     called: str = ""  # what the drafter is
+    slot_bytes: int = 0  # what the drafter keeps of each token besides
+    source_bytes: Callable[[int, int], int] = lambda rows, positions: 0  # see DraftModel.source_bytes
 
 
 class MemoryPlan(NamedTuple):
@@ -204,12 +206,14 @@ def parts_of(models: CountedModels, settings: EngineSettings) -> dict[str, int]:
     options, dtype = settings.options, settings.dtype.itemsize
     kv = options.kv_cache_memory if isinstance(options.kv_cache_memory, int) else kv_bytes(models, settings)
     target, queries = models.configs[0], options.max_batch_size * settings.most_nodes
+    sources = models.source_bytes(options.max_batch_size + 1, settings.max_seq_len)
     chunk = min(CHUNK_COST["cuda"][2], options.max_batch_size * settings.max_seq_len)
     return {
         "weights of the target": models.weights[0],
         **({f"weights of the {models.called}": models.weights[1]} if len(models.weights) > 1 else {}),
         **({"lossless copies of weights": models.lossless} if options.pack_weights else {}),
         "keys and values": kv,
+        **({"texts that drafts come of": sources} if sources else {}),
         **({"states of recurrent layers": states.bytes} if (states := plan_states(models.configs, settings)) else {}),
         "a round": pass_bytes(target, queries, queries, models.features, dtype),
         "a chunk of prompts": pass_bytes(target, chunk, options.max_batch_size, models.features, dtype)
@@ -224,6 +228,7 @@ def kv_bytes(models: CountedModels, settings: EngineSettings) -> int:
     groups = layer_groups(models.configs, settings)
     pages = [settings.options.max_batch_size * (group.ring or settings.pages_per_sequence) + 1 for group in groups]
     kv = sum(count * size for count, size in zip(pages, kv_page_bytes(models.configs, settings, groups), strict=True))
+    kv += models.slot_bytes * settings.page_tokens * pages[0]
     return kv + models.page_bytes * pages[0] + source_bytes(models.configs[0], settings)
 
 
@@ -236,15 +241,21 @@ def _models(pair: CheckedPair, settings: EngineSettings) -> CountedModels:
     weights, scratch = tensor_bytes(own, config, settings.dtype, without), scratch_values(own, without, held)
     packs = settings.options.pack_weights
     lossless = lossless_bytes_of(own, without, held, config.tie_embeddings) if packs else 0
-    if drafter is None or drafter.checkpoint is None:  # one without files keeps a few bytes of a token, and reads no weights
+    if drafter is None:
         return CountedModels(configs, (weights,), scratch=scratch, lossless=lossless)
+    model = drafter.model
+    if drafter.checkpoint is None:  # one without files reads no weights
+        counted = CountedModels(configs, (weights,), scratch=scratch, lossless=lossless)
+        return counted._replace(slot_bytes=model.needs.slot_bytes, source_bytes=model.source_bytes)
     without, layers = drafter.unkept(own), share_of(drafter.model.needs.configs[0], Shard(0, ranks))
     drafted = tensor_bytes(drafter.checkpoint, layers, settings.dtype, without)
     drafted += drafter.added_values * settings.dtype.itemsize
     lossless += lossless_bytes_of(drafter.checkpoint, without, share_of_tensor(layers)) if packs else 0
-    kept = drafter.model.needs.page_values * settings.dtype.itemsize
+    values = drafter.model.needs.page_values * settings.dtype.itemsize
     scratch = max(scratch, scratch_values(drafter.checkpoint, without, share_of_tensor(layers)))
-    return CountedModels(configs, (weights, drafted), drafter.model.feature_size, kept, scratch, lossless, drafter.called)
+    both, features = (weights, drafted), drafter.model.feature_size
+    given = configs, both, features, values, scratch, lossless, drafter.called
+    return CountedModels(*given, model.needs.slot_bytes, model.source_bytes)
 
 
 def tensor_bytes(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, without: set[str]) -> int:

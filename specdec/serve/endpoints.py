@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -29,15 +29,17 @@ from specdec.serve.wire.fields import CHAT, COMPLETIONS, only_used
 from specdec.serve.wire.requests import read_plan, unknown_model
 
 ReadMetrics = Callable[[], Awaitable[bytes]]  # gives the page of /metrics
+SetCorpus = Callable[[str, Sequence[str]], Coroutine[Any, Any, int]]  # see SpecDecoder.set_corpus
 
 
 class Endpoints:
     """The methods are what the paths answer."""
 
-    def __init__(self, state: ServerState, read_metrics: ReadMetrics | None) -> None:
+    def __init__(self, state: ServerState, read_metrics: ReadMetrics | None, set_corpus: SetCorpus | None) -> None:
         self._state = state
         self._registry: CollectorRegistry = registry_of(lambda: state.decoder.totals, state.counts, state.options)
         self._read_metrics = read_metrics or self._own_metrics
+        self._set_corpus = set_corpus or self._own_corpus
 
     async def completions(self, request: Request) -> Response:
         return await self._generate(request, COMPLETIONS)
@@ -52,12 +54,14 @@ class Endpoints:
         """Adds or replaces texts of which drafts are made.  They are encoded on another thread than the event loop's."""
         state = self._state
         name, texts = read_corpus_plan(await self._body(request))
-        setting = state.decoder.prepared(lambda decoder: decoder.set_corpus(name, texts))
         try:
-            tokens = await state.unless_gone(setting, request.receive)
+            tokens = await state.unless_gone(self._set_corpus(name, texts), request.receive)
         except (TypeError, ValueError) as error:
             raise wrong("text", str(error)) from None
         return JSONResponse(corpus_answer(name, len(texts), tokens))
+
+    async def _own_corpus(self, name: str, texts: Sequence[str]) -> int:
+        return await self._state.decoder.prepared(lambda decoder: decoder.set_corpus(name, texts))
 
     async def drafting(self, request: Request) -> Response:
         """Whether anything is drafted, and a switch for it: an audit may have turned it off (`audit_stop`)."""

@@ -36,7 +36,10 @@ def tree_of(B: int, N: int, S: int, chain: bool = False) -> DraftTree:
 
 
 def on_device(tree: DraftTree) -> DraftTree:
-    return DraftTree(tree.tokens_BN.to(DEVICE), tree.parents_BN.to(DEVICE), tree.max_depth, tree.is_chain)
+    sources_BN = None if tree.sources_BN is None else tree.sources_BN.to(DEVICE)
+    return DraftTree(
+        tree.tokens_BN.to(DEVICE), tree.parents_BN.to(DEVICE), tree.max_depth, tree.is_chain, sources_BN=sources_BN
+    )
 
 
 def likely_targets(tree: DraftTree) -> Tensor:
@@ -82,6 +85,7 @@ def test_acceptance_equals_the_definition(B: int, N: int, S: int) -> None:
     tree = tree_of(B, N, S)
     for targets_BN in (likely_targets(tree), torch.randint(N, (B, N)), torch.full((B, N), N)):
         check_acceptance(tree, targets_BN)
+        check_acceptance(replace(tree, sources_BN=torch.randint(1 << 40, (B, N))), targets_BN)
 
 
 def test_acceptance_writes_into_its_own_rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:

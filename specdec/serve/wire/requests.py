@@ -41,7 +41,7 @@ class RequestPlan:
     is_list: bool = False  # whether the prompts came as a list of prompts
     grammar_field: str = ""  # the field that says what the text must be
     return_origins: bool = False  # say of each token where it came from
-    cache_salt: str | None = None  # of requests to which each other's answers may be proposed
+    cache_salt: str | None = None  # of requests that may share cached pages and earlier answers
     return_trees: bool = False  # say what each round drafted, too
     echo: bool = False  # begin each choice with its prompt
     return_token_ids: bool = False  # of the prompt and of each choice

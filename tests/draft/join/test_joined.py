@@ -85,7 +85,7 @@ def test_counts_stay_as_they_were_where_a_round_is_tried(zoo: Zoo) -> None:
     """Keeps out: what is learnt twice, as a capture's warm-ups would."""
     decoder = joined(zoo, "llama", "eagle3", (3, 3, 9))
     driver = Driver(decoder)
-    counts = driver.drafter.survival.counts_CLG2
+    counts = driver.drafter.survival.counts_CLKG2
     assert any(each.data_ptr() == counts.data_ptr() for each in driver.drafter.changed(driver._workers.state))
     decoder.generate(ragged_prompts(40, 3), SamplingParams(max_tokens=20))
     assert int(counts.sum()) > 0

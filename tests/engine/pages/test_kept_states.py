@@ -105,6 +105,21 @@ def cached(engine: Engine[StateMemory], prompts: Sequence[Sequence[int]]) -> lis
     return [ask(engine, [prompt])[0].stats.cached_tokens for prompt in prompts]
 
 
+def test_states_of_another_salt_are_not_found() -> None:
+    """Keeps out: another caller's text whose state is found, and a part that keeps none since another salt's is promised."""
+    engine, prompt = engine_of(4, 12, WHOLE), some(1, 83)
+    found = list[int]()
+    for salts in (["a"], ["b"], ["a"], ["c", "d"], ["d"]):
+        requests = [new_request(prompt, 9) for _ in salts]
+        for request, salt in zip(requests, salts, strict=True):
+            request.cache_salt = salt
+        engine.submit(requests)
+        while not engine.is_idle:
+            engine.step()
+        found += [request.stats.cached_tokens for request in requests]
+    assert found == [0, 0, 80, 0, 0, 80]
+
+
 def some(seed: int, count: int) -> list[int]:
     rng = random.Random(seed)
     return [rng.randrange(VOCAB) for _ in range(count)]
