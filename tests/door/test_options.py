@@ -134,6 +134,7 @@ def test_what_runs_is_told_for_every_option(zoo: Zoo) -> None:
         "state_cache": "auto",
         "deterministic": False, "prefill_chunk": "auto", "threads": 1, "draft_format": "auto", "draft_pickle": False,
         "draft_quantize": "none", "beyond_trained": "draft", "smoke": False, "corpus": None, "corpus_memory": "256MiB",
+        "chat_template": None,
     }  # fmt: skip
     assert settings.with_options(max_batch_size=3).by_option() == found | {"max_batch_size": 3}
 
