@@ -168,8 +168,20 @@ class DraftModel(nn.Module, ABC):
             )
         return spec
 
-    def shapes(self, spec: SpecConfig, warns: bool = False) -> tuple[SpecConfig, ...]:
-        """The shapes among those of `spec` that it can grow.  ValueError if it can grow none of them.
+    def asked_shapes(self, spec: SpecConfig, asked: Sequence[SpecConfig] | None) -> tuple[SpecConfig, ...]:
+        """What rounds make of shapes that requests may ask for besides `spec`, which is resolved.  ValueError if they can't."""
+        made = tuple(map(self.resolved, asked or ()))
+        if made and (spec.is_auto or spec in made or len(set(made)) < len(made)):
+            got = "num_steps='auto'" if spec.is_auto else f"shapes='{' '.join(shape.label for shape in made)}'"
+            raise ValueError(
+                f"shapes are others than the decoder's own, SpecConfig({spec.label}), each once, and 'auto' has its own; "
+                f"got {got}; nearest setting that works: leave {'shapes' if spec.is_auto else spec.label} out"
+            )
+        return made
+
+    def shapes(self, spec: SpecConfig, warns: bool = False, asked: Sequence[SpecConfig] = ()) -> tuple[SpecConfig, ...]:
+        """The shapes among those of `spec` that it can grow, and then those of `asked`, of which it must grow each.  ValueError
+        if it can grow none of the first, or not all of the others.
 
         "auto" also leaves out shapes in doubt.  warns: whether users are to be warned of another shape; several places ask for
         shapes, and one of them is enough.
@@ -188,7 +200,7 @@ class DraftModel(nn.Module, ABC):
             found.append(shape)
         if problem is not None and not found:
             raise problem
-        return tuple(found)
+        return (*found, *(shape for one in asked for shape in self.shapes(one, warns)))
 
     @abstractmethod
     def worker(self, context: DrafterContext) -> Drafter:
@@ -214,6 +226,10 @@ class DraftModel(nn.Module, ABC):
 
     def passes(self, spec: SpecConfig) -> int:
         """How often a round of that shape reads the weights; 0: there are none."""
+        return 0
+
+    def source_bytes(self, rows: int, positions: int) -> int:
+        """Bytes that it keeps for so many rows of so many positions besides weights and what is kept by slot, at most."""
         return 0
 
     def once_bytes(self, rows: int) -> int:
@@ -244,10 +260,11 @@ class Drafter(ABC):
 
     caches: what it keeps by slot, in the same pages as the target.  rows: what it keeps by row; None: nothing.
     head: whose weights it reads, if these may hold experts.
+    keeps_text: whether it has what follows each token of the rows' texts, and hands it out by `text`, as sources of paths do.
     keeps_states: whether its layers keep states by row, under the same numbers as the target's (specdec/batch/trees/states.py).
     """
 
-    keeps_states = False
+    keeps_text = keeps_states = False
     caches: Sequence[CachedBySlot] = ()
     rows: Rows | None = None
     head: DraftModel | None = None
@@ -296,9 +313,6 @@ class Drafter(ABC):
         """Makes each target row what its source row was before.  Both are int64, and no target occurs twice."""
         if self.rows is not None:
             self.rows.move(sources_R, targets_R)
-
-    def enter_rows(self, rows_R: Tensor, states_R: Tensor) -> None:  # noqa: B027
-        """Rows (int64) go on with these states (int64 numbers); asked of drafters that keep states."""
 
     def clear_rows(self, rows_R: Tensor) -> None:  # noqa: B027
         """Forgets rows (int64) whose requests have ended.  Values that nobody reads may stay."""

@@ -78,7 +78,7 @@ def _is_source(one: Any) -> bool:
 
 def refuse_no_corpus(corpus: str | Path, draft: Draft) -> None:
     """ValueError for a corpus that is no file, and for one beside no drafter."""
-    if draft is None or draft in ("ngram", SUFFIX):
+    if draft is None or draft == SUFFIX:
         raise ValueError(
             f"corpus={str(corpus)!r} joins the trees of a drafter, got draft={draft!r}; nearest settings that work: "
             "draft=DIR, or corpus=None"
@@ -95,12 +95,12 @@ def _told_apart(draft: Sequence[str | Path]) -> tuple[str | Path, tuple[str, ...
     sources = [str(one) for one in draft if _is_source(one)]
     if len(named) == 1 and not isinstance(named[0], str | Path):
         raise TypeError(f"each source of draft must be a name or a folder, got {named[0]!r}; nearest setting: a string")
-    if len(named) != 1 or len(sources) > len(set(sources)) or (sources and named[0] == "ngram"):
+    if len(named) != 1 or len(sources) > len(set(sources)) or (SUFFIX in sources and named[0] == "ngram"):
         alone = f"; nearest setting that works: draft={list(named[:1]) + [SUFFIX]!r}" if named and named[0] != "ngram" else ""
         alone = alone or f"; nearest setting that works: draft='ngram', which is {SUFFIX!r} alone"
         known = ", ".join(map(repr, SOURCES))
         raise ValueError(f"several sources are one drafter and some of {known}, got draft={list(draft)!r}{alone}")
-    return named[0], tuple(name for name in SOURCES if name in sources or (sources and name == SUFFIX))
+    return named[0], tuple(name for name in SOURCES if name in sources or (sources and name == SUFFIX and named[0] != "ngram"))
 
 
 def open_drafter(
@@ -109,20 +109,19 @@ def open_drafter(
     """What `find_drafter` found, by its config and headers; None for no drafter."""
     if found is None:
         return None
-    if isinstance(found, Joined):
-        from specdec.draft.join.open import OpenJoined
-        from specdec.draft.join.sources import ALWAYS, open_source
+    one = found.drafter if isinstance(found, Joined) else found
+    if kind := kind_of(one):
+        own = kind.open(target_folder, target)
+    else:
+        by_files = open_by_files(Path(one), options, target, target_folder)
+        own = by_files or HeadDrafter(Path(one), target, how_to_read(options))
+    if not isinstance(found, Joined) and not (kind and kind.joins):
+        return own
+    from specdec.draft.join.open import OpenJoined
+    from specdec.draft.join.sources import ALWAYS, open_source
 
-        own = open_drafter(found.drafter, options, target, target_folder)
-        assert own is not None
-        return OpenJoined(own, [open_source(name, options) for name in (*found.sources, *ALWAYS)])
-    if kind := kind_of(found):
-        return kind.open(target_folder, target)
-
-    place = Path(found)
-    if (by_files := open_by_files(place, options, target, target_folder)) is not None:
-        return by_files
-    return HeadDrafter(place, target, how_to_read(options))
+    names = (*(found.sources if isinstance(found, Joined) else ()), *ALWAYS)
+    return OpenJoined(own, [open_source(name, options) for name in names])
 
 
 def open_by_files(place: Path, options: EngineOptions, target: ModelConfig, target_folder: Path) -> OpenDrafter | None:

@@ -39,12 +39,13 @@ class DrafterKind(ABC):
     name: how it is spelled.  help: the same in the help of `--draft`, with what it is where the name alone does not tell.
     has_files: whether it reads weights; if not, there is nothing to inspect or to tune.
     instead: what makes it a choice, said where another drafter can't be taken.
+    joins: whether what joins several sources wherever there are some, as requests' predictions, joins it alone too.
     pays: where it pays, said where it was slower than plain decoding: (what its chains and trees are called, where they pay).
     """
 
     name: str
     help: str
-    has_files = False
+    has_files = joins = False
     instead: str
     pays: tuple[str, str] | None = None
 

@@ -1,11 +1,17 @@
-"""Checks that settings share: the value, or an error that names it, what was expected and the nearest value that works."""
+"""Checks that settings share: the value, or an error that names it, what was expected and the nearest value that works.
+
+A `Setting` is what a class of options says of each of its fields.
+"""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import sys
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import Field, dataclass, field
 from difflib import get_close_matches
 from numbers import Integral, Real
 from pathlib import Path
@@ -41,6 +47,15 @@ def mark(error: BaseException, field: str) -> None:
 def field_of(error: BaseException) -> str:
     """The option that an error is about; empty where none is known."""
     return str(vars(error).get("field", ""))
+
+
+def warn_caller(message: str, within: Collection[str]) -> None:
+    """Warns at the line that called these modules, unless that is one of specdec's own: a door has judged what it was given."""
+    frame, level = sys._getframe(1).f_back, 3  # as warnings counts: this function is 1, its caller 2
+    while frame is not None and frame.f_globals.get("__name__") in within:
+        frame, level = frame.f_back, level + 1
+    if frame is not None and not str(frame.f_globals.get("__name__")).startswith("specdec."):
+        warnings.warn(message, stacklevel=level)
 
 
 def require_int(name: str, value: Any, low: int, high: float = math.inf) -> int:
@@ -109,6 +124,24 @@ def require_size(name: str, value: Any, low: int = 1 << 20, high: int = 1 << 36)
         near = high if size is not None and size > high else low
         raise ValueError(f"{expected}; nearest setting that works: {name}='{near >> 20}MiB'")
     return size
+
+
+def require_share(name: str, value: Any) -> float:
+    """A number from 0 to 1; a text such as "0.01" is read."""
+    try:
+        number = float(value) if isinstance(value, str) else value
+    except ValueError:
+        number = value
+    return require_float(name, number, 0.0, 1.0)
+
+
+def require_folder(name: str, value: Any) -> Any:
+    """The name of a folder, which is not looked at."""
+    if not isinstance(value, str | Path):
+        raise TypeError(f"{name} must be the name of a folder, got {shown(value)} of type {type(value).__name__}")
+    if not str(value).strip():
+        raise ValueError(f"{name} must be the name of a folder, got an empty one; nearest setting that works: {name}='.'")
+    return value
 
 
 def require_file(name: str, value: Any) -> Any:
@@ -288,3 +321,49 @@ def require_words(name: str, value: Any) -> tuple[str, ...] | tuple[tuple[int, .
     if not all(words):
         raise ValueError(f"{name} must not hold an empty word: every text would hold it; leave it out")
     return words
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What users are told of an option, and which values it takes: choices, or bounds, or a pattern, besides the default."""
+
+    meaning: str  # one sentence, for help and tables
+    details: str = ""  # more of it, for the documentation of from_pretrained
+    choices: tuple[Any, ...] = ()
+    bounds: tuple[int, float | Callable[[], int]] | None = None  # the upper one is a function where the machine decides
+    pattern: tuple[str, str] | None = None  # a regular expression and what it stands for
+    word: str | None = None  # a value besides numbers, where the default is a number
+    others: Callable[[str, Any], Any] | None = None  # reads values besides the default, by the option's name and the value
+    metavar: str | None = None  # what the command line calls the value, if it is no number
+    decided_by: Mapping[str, str] = field(default_factory=dict)  # commands without a flag for it, and what their help says
+
+    def check(self, name: str, value: Any, default: Any) -> Any:
+        """The value, numbers as Python's own.  ValueError or TypeError unless it is allowed."""
+        if self.choices:
+            return require_choice(name, value, self.choices, default)
+        if self.others is not None:
+            return value if value == default and type(value) is type(default) else self.others(name, value)
+        if isinstance(default, bool):
+            return require_bool(name, value, default)
+        if self.pattern is not None:
+            if not re.fullmatch(self.pattern[0], str(value)):
+                expected = f"{name} must be {self.pattern[1]}"
+                raise ValueError(f"{expected}, got {value!r}; nearest setting that works: {name}={default!r}")
+        if self.bounds is not None and (value != default or type(value) is not type(default)):
+            low, high = self.bounds
+            word = default if isinstance(default, str) else self.word
+            if word is not None and not is_number(type(value), Integral):
+                if isinstance(value, str) and value == word:
+                    return value
+                raise TypeError(f"{name} must be {word!r} or an int, got {value!r} of type {type(value).__name__}")
+            return require_int(name, value, low, high() if callable(high) else high)
+        return value
+
+
+def option(default: Any, meaning: str, **more: Any) -> Any:
+    """A field of EngineOptions, or of another class of options."""
+    return field(default=default, metadata={"setting": Setting(meaning, **more)})
+
+
+def setting_of(field: Field[Any]) -> Setting:
+    return field.metadata["setting"]

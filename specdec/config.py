@@ -1,12 +1,10 @@
-"""Settings: the tree's shape and how a request is sampled.  Every ValueError about a setting alone is raised here.
+"""Settings: how a request is sampled; trees/shape.py has trees.  Every ValueError about a setting alone is raised in both.
 
 Knows no model, so limits that depend on one (vocabulary, context) are checked at the decoder's door.
 """
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -14,179 +12,15 @@ from typing import Any, Literal, get_args
 
 from specdec import checks
 from specdec.grammar.keywords import schema_as_json
-from specdec.limits import MAX_AUTO_STEPS, MAX_CHOICES, MAX_LOGPROBS, MAX_PAUSE, MAX_STEPS
+from specdec.limits import MAX_CHOICES, MOST_LOGPROBS
+from specdec.trees.shape import SpecConfig, require_shape
 
 MAX_SEED = 2**63 - 1
-AUTO_CHAINS, AUTO_TREES = (1, 2, 3, 4, 5, 7, 10), (3, 5, 7)  # the levels of the chains and trees that "auto" chooses from
-MIN_NODES = min(AUTO_TREES) + 2  # of a tree that "auto" chooses from: with one less, it is a chain
-MIN_AUTO_TREE = 8  # trees have as many nodes as allowed, half of them, and so on, but no fewer than this by halving
+OF_DRAFTS = ("prediction", "sources", "shape")  # the fields of SamplingParams that would do nothing without drafts
 LogprobsMode = Literal["raw", "processed"]
 GrammarKind = Literal["json_schema", "regex", "grammar"]  # the fields of SamplingParams that say what the text must be
 GraphMode = Literal["round", "step", False]  # one CUDA graph a round, one a phase, or none
-
-
-@dataclass(frozen=True, init=False, repr=False)
-class SpecConfig:
-    """The shape of the draft tree, in EAGLE's three numbers and, where a drafter is not the only source, a fourth.
-
-    num_steps: S, levels of the tree (an accepted path holds at most S draft tokens).  "auto" chooses the shape of each round
-    among `shapes`, or plain decoding, by batch size, from what rounds cost and how far drafts were accepted lately.
-    topk: k, branches kept per level; 1 is a chain.  With "auto", the most of them; chains are chosen too.
-    num_draft_tokens: nd, nodes verified per round, the root included; with "auto", the most of them.  None for what suits the
-    other two: all of a chain, or the best 16 nodes of a tree, all if it has fewer.  Once made, it is always a number.
-    max_depth: the deepest level that paths of other sources than the drafter may reach; num_steps stays the drafter's own.
-    None: as deep as the nodes allow, where there are other sources.
-    """
-
-    num_steps: int | Literal["auto"]
-    topk: int
-    num_draft_tokens: int
-    max_depth: int | None
-
-    def __init__(
-        self, num_steps: int | Literal["auto"] = 5, topk: int = 4, num_draft_tokens: int | None = None,
-        max_depth: int | None = None,
-    ) -> None:  # fmt: skip
-        if isinstance(num_steps, str) and num_steps != "auto":
-            number = num_steps.strip()
-            near = min(max(int(number), 1), MAX_STEPS) if number.isdecimal() and len(number) < 10 else "auto"
-            raise ValueError(f"num_steps must be an int or 'auto', got {num_steps!r}; nearest setting: {near!r}")
-        if num_steps is None:
-            raise TypeError("num_steps must be an int or 'auto', got None; nearest setting that works: 'auto'")
-        S = num_steps if num_steps == "auto" else checks.require_int("num_steps", num_steps, 1, MAX_STEPS)
-        k = checks.require_int("topk", topk, 1, 64)
-        most = _candidates(MAX_AUTO_STEPS if S == "auto" else S, k) + 1
-        if num_draft_tokens is None:
-            nd = most if k == 1 else min(16, most)
-        else:
-            nd = checks.require_int("num_draft_tokens", num_draft_tokens, 2, 1024)
-        if max_depth is not None:
-            depth = self._checked_depth(S, k, nd, max_depth)
-            checks.store(self, num_steps=S, topk=k, num_draft_tokens=nd, max_depth=depth)
-            return
-        if k == 1 and nd != most and S != "auto":
-            other = f", or num_steps={nd - 1}" if nd - 1 <= MAX_STEPS else ""
-            raise ValueError(
-                f"num_draft_tokens must be num_steps + 1 = {most} when topk=1 (a chain, and its root), got {nd}; "
-                f"nearest setting that works: num_draft_tokens={most}{other}"
-            )
-        if nd > most:
-            raise ValueError(
-                f"num_draft_tokens - 1 must be at most topk + topk*topk*(num_steps-1) = {most - 1}, the candidates of a tree "
-                f"with num_steps={S} and topk={k}; got num_draft_tokens={nd}; "
-                f"nearest setting that works: num_draft_tokens={most}"
-            )
-        if S == "auto" and k > 1 and nd < MIN_NODES:
-            raise ValueError(
-                f"topk={k} would do nothing with num_steps='auto' and num_draft_tokens={nd}: a tree among those it chooses "
-                f"from has {MIN_NODES} nodes at least; nearest settings that work: topk=1, or num_draft_tokens={MIN_NODES}"
-            )
-        checks.store(self, num_steps=S, topk=k, num_draft_tokens=nd, max_depth=None)
-
-    def __repr__(self) -> str:
-        numbers = {each.name: getattr(self, each.name) for each in fields(self)}
-        said = ", ".join(f"{name}={number!r}" for name, number in numbers.items() if number is not None)
-        return f"SpecConfig({said})"
-
-    @staticmethod
-    def _checked_depth(S: int | Literal["auto"], k: int, nd: int, max_depth: int) -> int:
-        """max_depth beside the other three numbers.  ValueError if they do not fit."""
-        if S == "auto":
-            raise ValueError(
-                f"max_depth must be None with num_steps='auto', which chooses among trees of a drafter alone, got {max_depth}; "
-                "nearest setting that works: num_steps=5"
-            )
-        most, deepest = _candidates(S, k) + 1, min(nd - 1, MAX_STEPS)
-        if k == 1 and nd < most:
-            raise ValueError(
-                f"num_draft_tokens must be at least num_steps + 1 = {most} when topk=1 (a chain and its root), got {nd}; "
-                f"nearest setting that works: num_draft_tokens={most}"
-            )
-        depth = checks.require_int("max_depth", max_depth, min(S, deepest), deepest)
-        if nd > most and depth < nd - 1:
-            raise ValueError(
-                f"num_draft_tokens must be at most {max(most, depth + 1)} with max_depth={depth}: the drafter gives at most "
-                f"{most} nodes, and a path {depth + 1} with the root; got {nd}; nearest setting that works: "
-                f"num_draft_tokens={max(most, depth + 1)}"
-            )
-        return depth
-
-    @property
-    def levels(self) -> int:
-        """The most levels that a tree can have, whoever proposes them."""
-        return self.max_steps if self.max_depth is None else self.max_depth
-
-    @property
-    def is_chain(self) -> bool:
-        """Whether trees are chains, whatever their tokens are."""
-        return self.topk == 1 and self.max_depth is None
-
-    @property
-    def of_drafter(self) -> SpecConfig:
-        """The shape that the drafter alone grows."""
-        if self.max_depth is None:
-            return self
-        most = _candidates(self.max_steps, self.topk) + 1
-        return SpecConfig(self.num_steps, self.topk, most if self.topk == 1 else min(most, self.num_draft_tokens))
-
-    @property
-    def joined(self) -> SpecConfig:
-        """The shape with room for other sources: paths as deep as the nodes allow, unless it says how deep."""
-        if self.max_depth is not None:
-            return self
-        return SpecConfig(self.num_steps, self.topk, self.num_draft_tokens, min(self.num_draft_tokens - 1, MAX_STEPS))
-
-    @property
-    def is_auto(self) -> bool:
-        return self.num_steps == "auto"
-
-    @property
-    def max_steps(self) -> int:
-        """The most levels a tree can have."""
-        return min(MAX_AUTO_STEPS, self.num_draft_tokens - 1) if self.num_steps == "auto" else self.num_steps
-
-    @property
-    def shapes(self) -> tuple[SpecConfig, ...]:
-        """What "auto" chooses from, besides plain decoding; any other shape itself.
-
-        Neighbours are so close that the best of them is hardly worse than the best of all.
-        """
-        if self.num_steps != "auto":
-            return (self,)
-        chains = [SpecConfig(levels, 1) for levels in AUTO_CHAINS if levels <= self.max_steps]
-        trees, nodes, topk = list[SpecConfig](), self.num_draft_tokens, self.topk
-        while topk > 1 and (nodes == self.num_draft_tokens or nodes >= MIN_AUTO_TREE):
-            for levels in AUTO_TREES:
-                if levels <= self.max_steps and levels + 1 < nodes <= _candidates(levels, topk) + 1:
-                    trees.append(SpecConfig(levels, topk, nodes))
-            nodes //= 2
-            topk = min(self.topk, max(2, nodes // 4))
-        return (*chains, *trees)
-
-    @property
-    def numbers(self) -> tuple[int | str, ...]:
-        """S, k and nd, and max_depth where it has one: how records name a shape."""
-        return (self.num_steps, self.topk, self.num_draft_tokens, *(() if self.max_depth is None else (self.max_depth,)))
-
-    @property
-    def label(self) -> str:
-        """The same as tables write it."""
-        return ",".join(map(str, self.numbers))
-
-    @property
-    def lookahead(self) -> int:
-        """How many KV slots after the last token that the host knows of must be free for rounds to write to.
-
-        A round writes the nodes it verifies, the draft's branches, and the rows by which the draft follows the target.  It
-        may begin as many tokens later as a round emits at most, since the round before it has not been read yet.
-        """
-        emits, branches = self.levels + 1, self.topk * (self.max_steps - 1)
-        return max(self.num_draft_tokens, branches, emits, MAX_PAUSE if self.is_auto else 0) + emits
-
-
-def _candidates(steps: int, topk: int) -> int:
-    """How many draft tokens a tree can choose from: topk at the first level, topk for each of topk branches at the others."""
-    return topk + topk * topk * (steps - 1) if topk > 1 else steps
+MAKERS = (__name__, "dataclasses", "copy")  # modules that make options for whoever is to be warned
 
 
 # ---- how a request is sampled ----
@@ -246,7 +80,8 @@ class SamplingParams:
     max_tokens: the most tokens to generate.
     temperature: 0 is greedy; top_p, top_k, min_p, top_n_sigma and seed then change nothing.
     seed: equal seeds give equal text, whatever the batch and the draft; None draws one.
-    stop: strings that end the text, and are not part of it.  stop_token_ids: ids that end it, besides the model's own EOS.
+    stop: strings that end the text.  stop_token_ids: ids that end it, besides the model's own EOS.  Neither is part of the
+    text, unless include_stop_str_in_output says so.
     ignore_eos: go on after the model's EOS.  min_tokens: nothing ends the text before so many tokens but max_tokens.
 
     These change the target's logits, in this order, and greedy decoding too:
@@ -268,9 +103,11 @@ class SamplingParams:
     logprobs: give each token's log-probability, and those of so many likeliest tokens; None gives none.
     logprobs_mode: "raw" for the probabilities before all options, "processed" for those after them: of the distribution that
     was sampled from, or, in greedy decoding, of the changed logits.
+    prompt_logprobs: the same of the prompt's tokens, always raw.  Such a prompt is computed whole: it uses no kept pages.
 
     These change no text.  prediction: what the answer may well be, as a text or ids.  sources: who may draft, by the names of
-    Generation.sources; None: all.  speculate: False: nobody.
+    Generation.sources; None: all.  shape: of trees, one of those that the decoder's rounds may have, as a SpecConfig or its
+    numbers; None: whatever the decoder's rounds have.  speculate: False: nobody drafts.
     n: generations of each prompt; the one of number j, from 0 on, has the seed + j.  Greedy ones are all equal.
     """
 
@@ -305,7 +142,7 @@ class SamplingParams:
     json_schema: str | Mapping[str, Any] | None = option(None, schema_as_json, step="grammar")
     regex: str | None = option(None, checks.require_text, step="grammar")
     grammar: str | None = option(None, checks.require_text, step="grammar")
-    logprobs: int | None = option(None, partial(checks.require_int, low=0, high=MAX_LOGPROBS))
+    logprobs: int | None = option(None, partial(checks.require_int, low=0, high=MOST_LOGPROBS))
     logprobs_mode: LogprobsMode = option(
         "raw", partial(checks.require_choice, choices=get_args(LogprobsMode), default="raw"), step="processed"
     )
@@ -322,7 +159,10 @@ class SamplingParams:
 
     prediction: str | Sequence[int] | None = option(None, checks.require_prediction, step="prediction", drafted=True)
     sources: Sequence[str] | None = option(None, checks.require_names, step="sources", drafted=True)
+    shape: SpecConfig | Sequence[int] | None = option(None, require_shape)
     speculate: bool = option(True, partial(checks.require_bool, nearest=True))
+    prompt_logprobs: int | None = option(None, partial(checks.require_int, low=0, high=MOST_LOGPROBS))
+    include_stop_str_in_output: bool = option(False, partial(checks.require_bool, nearest=False))
 
     def __post_init__(self) -> None:
         checks.store(self, **{name: declared.checked(name, getattr(self, name)) for name, declared in SAMPLING_OPTIONS.items()})
@@ -330,11 +170,11 @@ class SamplingParams:
             with checks.about(name):
                 raise ValueError(fault)
         if idle := idle_options(self.temperature, changed_options(self)):
-            _warn_caller(
-                f"{' and '.join(idle)} would do nothing at temperature=0 (greedy); give a temperature, or leave it out"
-            )
+            said = f"{' and '.join(idle)} would do nothing at temperature=0 (greedy); give a temperature, or leave it out"
+            checks.warn_caller(said, MAKERS)
         if self.temperature == 0 and self.n > 1:
-            _warn_caller(f"n={self.n} would give one text {self.n} times at temperature=0 (greedy); give a temperature")
+            said = f"n={self.n} would give one text {self.n} times at temperature=0 (greedy); give a temperature"
+            checks.warn_caller(said, MAKERS)
 
     def _faults(self) -> Iterator[tuple[str, str]]:
         """What is wrong with options that are right alone, and the option that is to be named."""
@@ -346,7 +186,7 @@ class SamplingParams:
         if self.seed is not None and self.seed + self.n - 1 > MAX_SEED:
             fault = f"seed + n - 1 must be at most {MAX_SEED}, got {self.seed} + {self.n} - 1"
             yield "seed", f"{fault}; nearest setting that works: seed={MAX_SEED - self.n + 1}"
-        if not self.speculate and (said := [name for name in ("prediction", "sources") if getattr(self, name) is not None]):
+        if not self.speculate and (said := [name for name in OF_DRAFTS if getattr(self, name) is not None]):
             yield said[0], f"{said[0]} would do nothing with speculate=False; nearest setting that works: speculate=True"
         if self.sources is not None and self.prediction is not None and "prediction" not in self.sources:
             fits = f"nearest setting that works: sources={[*self.sources, 'prediction']}"
@@ -389,12 +229,3 @@ def changed_options(sampling: SamplingParams) -> list[str]:
 def idle_options(temperature: float, given: Collection[str]) -> list[str]:
     """Of the options that were given, those without effect at this temperature: greedy decoding looks at none of NOT_GREEDY."""
     return [name for name in NOT_GREEDY if name in given] if temperature == 0 else []
-
-
-def _warn_caller(message: str) -> None:
-    """Warns at the line that made the options, unless that is one of specdec's own: a door has judged what it was given."""
-    frame, level = sys._getframe(1).f_back, 3  # as warnings counts: this function is 1, its caller __post_init__ 2
-    while frame is not None and frame.f_globals.get("__name__") in (__name__, "dataclasses", "copy"):
-        frame, level = frame.f_back, level + 1
-    if frame is not None and not str(frame.f_globals.get("__name__")).startswith("specdec."):
-        warnings.warn(message, stacklevel=level)

@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
+from specdec.chat.answer import ChatAnswer
+from specdec.chat.reply import Reply, read_reply
+from specdec.chat.tools import read_rules
 from specdec.checks import require_bool
 from specdec.config import SamplingParams, SpecConfig
 from specdec.draft.kind import Draft
 from specdec.engine.request import Request
-from specdec.generation import Chunk, Generation
+from specdec.generation import Chunk, Generation, TokenLogprob
 from specdec.loaded import LoadedDecoder, per_prompt
 from specdec.loading.about.drafters import smoke_check
 from specdec.loading.pair import WantedPair
 from specdec.loading.ranks import start_ranks
 from specdec.loading.threads import using_threads
 from specdec.options import EngineOptions, shows_options
+from specdec.prompts.chat import ChatPrompt
 from specdec.prompts.encode import as_prompt_list, is_one_prompt
+from specdec.prompts.replies import form_of, plan_reply
 from specdec.prompts.tokenizer import Tokenizer
 from specdec.screen.progress import show_progress
 from specdec.startup import STARTUP
 
 if TYPE_CHECKING:
+    from specdec.audit.auditor import Auditor
     from specdec.lossless.verification import Verification
     from specdec.trace.trace import Trace
 
@@ -40,6 +46,20 @@ class SpecDecoder(LoadedDecoder):
     Any number of threads may call one decoder, and their requests share the batch.  `with SpecDecoder.from_pretrained(...) as
     decoder:` closes it at the end of the block.
     """
+
+    auditor: Auditor | None = None  # with the option `audit`
+
+    def _begin(self) -> None:
+        if self.settings.options.audit:
+            from specdec.audit.auditor import Auditor  # which most programs never need
+            from specdec.audit.idle_pass import run_once
+
+            scheduler, vocab_size = self.engine.scheduler, self.model.config.vocab_size
+            self.auditor = Auditor(self.settings, scheduler.totals, self.grammars, vocab_size, self.tokenizer)
+            if self.settings.device.type == "cuda":  # elsewhere nothing is compiled
+                self.engine.runner.on_all_ranks(run_once, self.settings)
+            scheduler.on_answer.append(self.auditor.take)
+            self.owner.idle_work = self.auditor
 
     @classmethod
     @shows_options
@@ -75,7 +95,7 @@ class SpecDecoder(LoadedDecoder):
             wanted = WantedPair(target, draft, spec, chosen)
             model, head, resolved, folder = ranks.load(wanted)
             STARTUP.begin("reading the tokenizer")
-            tokenizer = Tokenizer(folder)
+            tokenizer = Tokenizer(folder, chosen.chat_template)
             STARTUP.lap("tokenizer")
             STARTUP.begin("comparing the head with the target on a short text")
             with using_threads(resolved.threads):
@@ -83,8 +103,62 @@ class SpecDecoder(LoadedDecoder):
             STARTUP.lap("look at the draft")
             STARTUP.begin("making room for keys and values")
             decoder = cls(model, head, resolved, tokenizer, ranks, owns_ranks=True)
+            if decoder.auditor is not None:
+                decoder.auditor.names = named(target, draft)
             STARTUP.begin("waiting for the first token")
             return decoder
+
+    def set_drafting(self, enabled: bool) -> None:
+        """Whether the drafter proposes anything, for all callers; the texts are the same.
+
+        What runs when it is switched off goes on plainly to its end.
+        """
+        require_bool("enabled", enabled, True)
+        self.owner.check_open()
+        self.owner.set_drafting(enabled)
+
+    @property
+    def is_drafting(self) -> bool:
+        """Whether it may: nobody has switched it off, and no audit has (`audit_stop`).  False without a drafter."""
+        return self.head is not None and not self.engine.scheduler.speculation.is_stopped
+    def score(self, prompts: Any, top: int = 0, *, progress: bool = False) -> list[list[TokenLogprob | None]]:
+        """How likely each token of the prompts is after those before it: for each prompt, one TokenLogprob for each of its ids,
+        of which the first has none: None.
+
+        prompts, progress: see `generate`; each needs room for one token more.  top: how many likeliest tokens are given too.
+
+        Errors are those of `generate` with SamplingParams(prompt_logprobs=top), which also generates.
+        """
+        outputs = self.generate(prompts, SamplingParams(1, prompt_logprobs=top), speculate=False, progress=progress)
+        return [output.prompt_logprobs or [] for output in outputs]
+
+    def chat(
+        self,
+        messages: Sequence[Any],
+        sampling: SamplingParams | None = None,
+        *,
+        tools: Sequence[Any] | None = None,
+        tool_choice: Any = None,
+        parallel_tool_calls: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        speculate: bool = True,
+    ) -> ChatAnswer:
+        """Answers a chat, with thoughts and calls of tools apart from the content, as the model's chat template tells of them.
+
+        messages: as OpenAI's API has them; those of earlier answers may hold tool_calls.  tools, tool_choice,
+        parallel_tool_calls: as there, see docs/SERVING.md.  sampling: n must be 1.  chat_template_kwargs: variables of the
+        template.  speculate: see `generate`.
+
+        ValueError and TypeError name what can't be used, and RuntimeError is raised if the request fails while it runs.
+        """
+        rules = read_rules(tools, tool_choice, parallel_tool_calls)
+        ids = self.encode(ChatPrompt(messages, rules.for_template, chat_template_kwargs or {}), "messages")
+        params = SamplingParams() if sampling is None else sampling
+        plan = plan_reply(form_of(self.tokenizer), params, rules, ids, self.tokenizer, self.grammars)
+        how: dict[str, Any] = {"speculate": speculate, "wait": plan.wait, "all_tokens": plan.reader is not None}
+        (generation,) = self.run([self.new_request(ids, plan.sampling, "messages", **how)])
+        reply = Reply(generation.text, None, ()) if plan.reader is None else read_reply(plan.reader(), generation.text)
+        return ChatAnswer(reply.content, reply.thought, reply.calls, generation)
 
     def verify(
         self, prompts: Any, sampling: SamplingParams | Sequence[SamplingParams] | None = None, *, progress: bool = False
@@ -153,6 +227,12 @@ class SpecDecoder(LoadedDecoder):
                     news.get()
         finally:
             self.owner.cancel(request)
+
+
+def named(target: str | Path, draft: Draft) -> dict[str, Any]:
+    """What a decoder was loaded from, as plain data."""
+    drafts = draft if isinstance(draft, str | Path | None) else [str(each) for each in draft]
+    return {"target": str(target), "draft": str(drafts) if isinstance(drafts, Path) else drafts}
 
 
 def check_one_prompt(prompt: Any, several: str) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+NOBODY = 1 << 29  # the bit of nodes that fill a tree because the request does without their sources: none is ever accepted
 FinishReason = Literal["eos", "stop", "length"]
 
 
@@ -104,7 +106,7 @@ class NodeTable(NamedTuple):
 
     tokens, parents: of each node; the root is its own parent.  chosen: the target's own token after each node, -1 where its
     logits were not finite.  scores: the logarithm of each node's survival as its drafter estimates it; empty without estimates.
-    sources: a bit for each source that proposed a node; 0 for the root, and where there is one source.
+    sources: a bit for each source that proposed a node, or NOBODY; 0 for the root, and where there is one source.
     """
 
     tokens: list[int]
@@ -117,6 +119,26 @@ class NodeTable(NamedTuple):
     def root(self) -> NodeTable:
         """The root alone."""
         return NodeTable(self.tokens[:1], self.parents[:1], self.chosen[:1], self.scores[:1], self.sources[:1])
+
+
+class Emitted(NamedTuple):
+    """What a round emitted in one row, or a chunk for one of its parts.
+
+    tokens: of a round, the accepted draft tokens and then the target's own token.  Of a chunk, the first output token if the
+        prompt ends with the part, else nothing.  A token of -1 says that the target's logits were not finite.
+    logprobs: one for each of the tokens, and more, which mean nothing; empty where the launch needed none.
+    best: of a round, how many of the drafter's first choices were accepted, and how many that path has.
+    sources: of a round, for each accepted draft token a bit for each source that proposed it; empty: there is one source.
+    tree: of a round whose needs ask for trees; a plain round's is only a root.
+    scores: of a scored part, those of the prompt's tokens after its first one; see PromptPart.
+    """
+
+    tokens: list[int]
+    logprobs: Sequence[Logprobs] = ()
+    best: tuple[int, int] = (0, 0)
+    sources: Sequence[int] = ()
+    tree: NodeTable | None = None
+    scores: Sequence[Logprobs] = ()
 
 
 @dataclass(frozen=True)
@@ -167,7 +189,12 @@ class Round:
 
 
 def source_name(bits: int, names: tuple[str, ...]) -> str:
-    """The sources of a node, such as "drafter+suffix"; without one a grammar has made it.  bits: one for each of names."""
+    """The sources of a node, such as "drafter+suffix"; without one a grammar has made it.  bits: one for each of names.
+
+    "nobody": it only fills the tree, since its request does without whoever proposed it.
+    """
+    if bits & NOBODY:
+        return "nobody"
     return "+".join(name for number, name in enumerate(names) if bits >> number & 1) or "grammar"
 
 
@@ -182,6 +209,7 @@ class Generation:
     logprobs: one for each of token_ids; None if they were not asked for.
     predicted_tokens: how many tokens the request's prediction had.
     rounds: with the tree of each; None if trees were not asked for.
+    prompt_logprobs: one for each of prompt_token_ids, of which the first has none: None; None if they were not asked for.
     """
 
     prompt_token_ids: list[int]
@@ -194,6 +222,7 @@ class Generation:
     sources: list[str] = field(default_factory=list)
     predicted_tokens: int = 0
     rounds: list[Round] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -203,6 +232,7 @@ class Chunk:
     origins, sources: one for each of token_ids, as in Generation.
     logprobs: one for each of token_ids; None if they were not asked for.
     rounds: those that emitted these tokens; None if trees were not asked for.
+    prompt_logprobs: of the first chunk, as in Generation.
     """
 
     text: str
@@ -211,3 +241,4 @@ class Chunk:
     logprobs: list[TokenLogprob] | None = None
     sources: list[str] = field(default_factory=list)
     rounds: list[Round] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None

@@ -18,13 +18,14 @@ from types import TracebackType
 from typing import Any, NamedTuple, NoReturn, Self
 
 from specdec.checks import about, require_bool, require_text, shown
-from specdec.config import SamplingParams
+from specdec.config import SamplingParams, SpecConfig
 from specdec.draft.drafter import DraftModel
 from specdec.engine.engine_thread import EngineThread
 from specdec.engine.loop import Engine
 from specdec.engine.output_queue import OutputQueue
 from specdec.engine.request import Request
 from specdec.generation import Generation
+from specdec.grammar.wait import Wait
 from specdec.loading.build import build_engine, ends_of, free_memory, grammars_of
 from specdec.loading.ranks import Ranks
 from specdec.loading.resolve import EngineSettings
@@ -86,6 +87,10 @@ class LoadedDecoder:
         if (corpus := settings.options.corpus) is not None:
             self._tables.read_file(corpus, self.engine.runner.run)
         self._finalizer = weakref.finalize(self, self.owner.begin_to_close)  # ends the thread when the decoder is forgotten
+        self._begin()
+
+    def _begin(self) -> None:
+        """For what a subclass adds to the engine before its first request."""
 
     # ---- what it is made of ----
 
@@ -188,7 +193,8 @@ class LoadedDecoder:
         speculate: False: the drafter proposes nothing for these prompts.  The texts are the same.
         trees: keep the tree of each round: see Generation.rounds.
         progress: show a bar on stderr.
-        cache_salt: earlier answers are proposed among requests of the same salt alone.
+        cache_salt: pages of the prefix cache are shared, and earlier answers proposed, among requests of the same salt
+            alone; where there is neither, requests share nothing, and it does nothing.
 
         ValueError and TypeError name a prompt or a setting that can't be used; then nothing has run.  If a request fails while
         it runs, the other requests finish, and then RuntimeError is raised from its error.  Ctrl-C ends this call's requests.
@@ -253,14 +259,19 @@ class LoadedDecoder:
         speculate: bool = True,
         trees: bool = False,
         cache_salt: str | None = None,
+        wait: Wait | None = None,
+        all_tokens: bool = False,
     ) -> Request:
         """A checked request, for callers that submit it themselves.  ValueError, TypeError: of its ids, length or sampling.
 
         ids: of `encode`.  name: what errors call the prompt.  streaming: make the text token by token.  cache_salt: see
-        `generate`.
+        `generate`.  wait: from where on the grammar of `sampling` holds; None: from the first token.
+        all_tokens: whether special tokens are part of the text, by their names.
         """
         self.owner.check_open()
-        self._check_salt(cache_salt)
+        if cache_salt is not None:
+            with about("cache_salt"):
+                require_text("cache_salt", cache_salt)
         require_bool("speculate", speculate, True)
         require_bool("trees", trees, False)
         if not isinstance(sampling, SamplingParams):
@@ -276,31 +287,26 @@ class LoadedDecoder:
             check_encoder_input(prompt_ids, name, self.settings.longest_encoder_input(config))
             prompt_ids, encoder_ids = list(config.encoder.start_ids), prompt_ids
         check_length(prompt_ids, sampling, name, self.settings.max_seq_len, config.max_position)
+        if sampling.prompt_logprobs is not None and encoder_ids is not None:
+            with about("prompt_logprobs"):
+                fault = "prompt_logprobs needs a target whose decoder reads the prompt, and of this one the encoder does"
+                raise ValueError(f"{fault}; nearest setting that works: prompt_logprobs=None")
         bad_words = check_tokens(sampling, self.tokenizer, config.vocab_size)
         if (rule := sampling.grammar_rule) is not None:
             self.grammars.check(*rule)
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         drafts = speculate and sampling.speculate and self.head is not None
-        decode, left_after = self.tokenizer.decode, self.grammars.left_after
+        decode, left_after = self.tokenizer.decode_all if all_tokens else self.tokenizer.decode, self.grammars.left_after
         predicted = prediction_of(sampling, self.tokenizer, config.vocab_size, self.settings.max_seq_len)
         self._check_sources(sampling, speculate)
         names, scope = self.head.sources if self.head is not None else (), self._tables.scope_of(cache_salt)
-        given = streaming, drafts, encoder_ids, bad_words, left_after, predicted, names, scope, trees
+        shape = self._shape_of(sampling, speculate)
+        given = streaming, drafts, encoder_ids, bad_words, left_after, predicted, names, scope, trees, shape, cache_salt
         request = Request.new(prompt_ids, sampling, seed, self.eos_ids, decode, *given)
+        if wait is not None and sampling.grammar_rule is not None:
+            request.choice = request.choice.waiting(wait)
         self.engine.check(request)
         return request
-
-    def _check_salt(self, cache_salt: str | None) -> None:
-        """TypeError or ValueError for a salt that is none, and one that would not separate all that requests share."""
-        if cache_salt is None:
-            return
-        with about("cache_salt"):
-            require_text("cache_salt", cache_salt)
-            if self.settings.options.prefix_caching:
-                raise ValueError(
-                    "cache_salt separates earlier answers, and prefix_caching=True shares keys and values among all requests; "
-                    "nearest setting that works: prefix_caching=False, or no cache_salt"
-                )
 
     def _check_sources(self, sampling: SamplingParams, speculate: bool) -> None:
         """ValueError if what the request says of drafts would do nothing.  speculate: see `generate`."""
@@ -322,6 +328,29 @@ class LoadedDecoder:
             with about("sources"):
                 known = list(head.sources) if head is not None else []
                 raise ValueError(f"sources names {shown(unknown[0])}; expected some of {known}; nearest: {known[0]!r}")
+
+    def _shape_of(self, sampling: SamplingParams, speculate: bool) -> SpecConfig | None:
+        """The shape that the request asks for, as rounds name it.  ValueError if they have no such shape."""
+        asked, shapes = sampling.shape, self.engine.scheduler.speculation.shapes
+        if asked is None:
+            return None
+        with about("shape"):
+            if not speculate:
+                raise ValueError("shape would do nothing with speculate=False; nearest setting that works: speculate=True")
+            if self.head is None:
+                raise ValueError(
+                    "shape is of draft trees, and this decoder drafts nothing; nearest setting that works: no shape"
+                )
+            assert isinstance(asked, SpecConfig)
+            own = asked.numbers  # whose depth, where other sources' paths reach, may be left out
+            made = next((shape for shape in shapes if own in (shape.numbers, shape.numbers[:3])), None)
+            if made is None:
+                known = " or ".join(f"[{', '.join(map(str, shape.numbers))}]" for shape in shapes)
+                raise ValueError(
+                    f"shape must be one that this decoder's rounds may have, got [{', '.join(map(str, asked.numbers))}]; "
+                    f"nearest settings that work: {known}"
+                )
+        return made
 
 
 def _wait(queues: Sequence[OutputQueue], news: SimpleQueue[None], show: Progress | None) -> None:

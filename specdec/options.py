@@ -10,27 +10,26 @@ from __future__ import annotations
 import inspect
 import math
 import os
-import re
 import textwrap
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, dataclass, fields
 from functools import partial
-from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from specdec.checks import (
-    is_number,
     nearest_name,
-    require_bool,
-    require_choice,
+    option,
     require_file,
-    require_int,
+    require_folder,
     require_memory,
+    require_share,
     require_size,
+    setting_of,
     store,
 )
-from specdec.config import GraphMode
+from specdec.config import GraphMode, SpecConfig
+from specdec.trees.shape import require_shapes
 
 if TYPE_CHECKING:
     import torch
@@ -43,58 +42,18 @@ ATTENTION_BACKENDS = {  # the choices of `attention`: where each backend declare
     "fa4": "specdec.attention.flash.capability:FA4",
     "flashmla": "specdec.attention.flashmla.capability:FLASHMLA",
 }
+AUDIT = ("audit_max_tokens", "audit_stop", "audit_folder")  # settings that say how `audit` works
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+def served(name: str) -> dict[str, str]:
+    """`decided_by` of an option that is for serve alone."""
+    return {command: f"{name} is for serve" for command in ("bench", "generate", "trace", "verify")}
 
 
 def usable_cpus() -> int:
     """Processors that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What users are told of an option, and which values it takes: choices, or bounds, or a pattern, besides the default."""
-
-    meaning: str  # one sentence, for help and tables
-    details: str = ""  # more of it, for the documentation of from_pretrained
-    choices: tuple[Any, ...] = ()
-    bounds: tuple[int, float | Callable[[], int]] | None = None  # the upper one is a function where the machine decides
-    pattern: tuple[str, str] | None = None  # a regular expression and what it stands for
-    word: str | None = None  # a value besides numbers, where the default is a number
-    others: Callable[[str, Any], Any] | None = None  # reads values besides the default, by the option's name and the value
-    metavar: str | None = None  # what the command line calls the value, if it is no number
-    decided_by: Mapping[str, str] = field(default_factory=dict)  # commands without a flag for it, and what their help says
-
-    def check(self, name: str, value: Any, default: Any) -> Any:
-        """The value, numbers as Python's own.  ValueError or TypeError unless it is allowed."""
-        if self.choices:
-            return require_choice(name, value, self.choices, default)
-        if self.others is not None:
-            return value if value == default and type(value) is type(default) else self.others(name, value)
-        if isinstance(default, bool):
-            return require_bool(name, value, default)
-        if self.pattern is not None:
-            if not re.fullmatch(self.pattern[0], str(value)):
-                expected = f"{name} must be {self.pattern[1]}"
-                raise ValueError(f"{expected}, got {value!r}; nearest setting that works: {name}={default!r}")
-        if self.bounds is not None and (value != default or type(value) is not type(default)):
-            low, high = self.bounds
-            word = default if isinstance(default, str) else self.word
-            if word is not None and not is_number(type(value), Integral):
-                if isinstance(value, str) and value == word:
-                    return value
-                raise TypeError(f"{name} must be {word!r} or an int, got {value!r} of type {type(value).__name__}")
-            return require_int(name, value, low, high() if callable(high) else high)
-        return value
-
-
-def option(default: Any, meaning: str, **more: Any) -> Any:
-    """A field of EngineOptions, or of another class of options."""
-    return field(default=default, metadata={"setting": Setting(meaning, **more)})
-
-
-def setting_of(field: Field[Any]) -> Setting:
-    return field.metadata["setting"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,6 +240,22 @@ class EngineOptions:
         others=require_size,
         metavar="SIZE",
     )
+    shapes: str | Sequence[SpecConfig | Sequence[int]] | None = option(
+        None,
+        "shapes of trees for which requests may ask besides the decoder's own, such as `3,1 5,8,32`: levels, branches, nodes",
+        details="A round has one shape, the largest for which any of its rows asks.  SpecConfig('auto') has shapes enough, and "
+        "refuses more.",
+        others=require_shapes,
+        metavar="SHAPES",
+        decided_by=dict.fromkeys(("bench", "verify", "generate", "trace"), "all requests have the shape of --spec"),
+    )
+
+    chat_template: str | Path | None = option(
+        None,
+        "a file with a chat template in Jinja's language, in the place of the target's own",
+        others=require_file,
+        metavar="FILE",
+    )
 
     draft_format: str = option(
         "auto",
@@ -310,6 +285,33 @@ class EngineOptions:
         "have the draft head draft along a short text when it is loaded, and warn if the target would accept hardly any of it",
         details="The warning names the reading of the head's files that is clearly better, if there is one: other layers, "
         "other embeddings, another vocabulary map.  It takes some passes over about 250 tokens, and the target's tokenizer.",
+    )
+
+    audit: float = option(
+        0.0,
+        "share of finished answers that are compared with the target once more, as verify does, while no request is there",
+        details="A text that the target would not write is counted, and a replay file of it is written.",
+        others=require_share,
+        metavar="SHARE",
+        decided_by=served("audit"),
+    )
+    audit_max_tokens: int = option(
+        2048,
+        "tokens of the longest prompt and answer that are compared; longer ones count as skipped",
+        bounds=(2, 1 << 20),
+        decided_by=served("audit_max_tokens"),
+    )
+    audit_stop: bool = option(
+        False,
+        "draft nothing any more once such a text is found, until somebody says otherwise",
+        decided_by=served("audit_stop"),
+    )
+    audit_folder: str | Path = option(
+        "specdec-audit",
+        "folder of the replay files, which `specdec verify --replay` runs again",
+        others=require_folder,
+        metavar="DIR",
+        decided_by=served("audit_folder"),
     )
 
     @property

@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from specdec.attention.caches.quant_cache import as_stored
 from specdec.attention.eager.dense import StoreFn
+from specdec.batch.masks import masks_of_text
 from specdec.config import SamplingParams
 from specdec.draft.drafter import DraftModel
 from specdec.draft.eagle.worker import DraftWorker
@@ -114,12 +114,7 @@ class Session:
         """int32 [places of the output, words of a mask]: what the row's grammar allows; None: the row has none."""
         if choice.grammar is None:
             return None
-        matcher = self.decoder.grammars.matcher(choice.grammar)
-        masks_IX = torch.empty(len(token_ids), -(-self.decoder.model.config.vocab_size // 32), dtype=torch.int32, device="cpu")
-        for place, token in enumerate(token_ids):
-            matcher.fill(masks_IX[place : place + 1].numpy())
-            matcher.take([token])
-        return masks_IX
+        return masks_of_text(self.decoder.grammars.matcher(choice.grammar), token_ids, self.decoder.model.config.vocab_size)
 
     @contextmanager
     def turn(self) -> Iterator[None]:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 from specdec.config import SAMPLING_OPTIONS, GrammarKind, SpecConfig
-from specdec.generation import Logprobs, NodeTable
+from specdec.generation import Emitted
+from specdec.grammar.wait import Wait
 from specdec.limits import ZEROS
 from specdec.tables.steps import TableStep
 
@@ -116,12 +117,13 @@ class TokenRules:
 
 class Grammar(NamedTuple):
     """What a row's output must be.  kind: how `text` says it: as a JSON schema, a regular expression or a context-free grammar.
-    ends: ids that end the text, and may stand where it is complete.
+    ends: ids that end the text, and may stand where it is complete.  wait: from where on it holds; None: from the first token.
     """
 
     kind: GrammarKind
     text: str
     ends: tuple[int, ...] = ()
+    wait: Wait | None = None
 
 
 @dataclass(frozen=True)
@@ -189,6 +191,7 @@ class PromptPart:
     encoder_input: a text that the target's encoder has to read before this part, the first of its prompt.
     resumes: whether the row runs after this part, with `next_token` as its last emitted token: the request had a row before.
     keep: (number, n): the recurrent state after the first n > 0 tokens is kept under that number too, for later prompts.
+    scored: whether the log-probability of the token after each token here is handed out, where that is one of the prompt's.
     """
 
     row: int
@@ -198,6 +201,7 @@ class PromptPart:
     encoder_input: EncoderInput | None = None
     resumes: bool = False
     keep: tuple[int, int] | None = None
+    scored: bool = False
 
     @property
     def is_last(self) -> bool:
@@ -214,6 +218,11 @@ class PromptPart:
         """The number of the prompt's tokens up to the end of this part."""
         return self.start + len(self.token_ids)
 
+    @property
+    def num_scores(self) -> int:
+        """How many log-probabilities are handed out."""
+        return len(self.token_ids) - self.emits if self.scored else 0
+
 
 @dataclass(frozen=True)
 class RunChunk:
@@ -223,6 +232,7 @@ class RunChunk:
     drafted: whether the drafter reads the prompts too; so it must if the row of any part speculates.
     cost: what the pass costs; the unit is the cost of a token at position 0, and a token that reads many others costs more.
     may_capture: whether there is time to capture a CUDA graph for the pass; a graph that exists is replayed anyway.
+    tops: how many likeliest tokens are given beside each token of a scored part.  A chunk with such parts is never captured.
     """
 
     parts: tuple[PromptPart, ...]
@@ -230,6 +240,7 @@ class RunChunk:
     drafted: bool
     cost: float
     may_capture: bool
+    tops: int = 0
 
 
 @dataclass(frozen=True)
@@ -269,7 +280,8 @@ class RunRound:
 class RunMixed:
     """A round and a chunk in one pass over the target.  It does what the round does, and after it the chunk.
 
-    round: not timed, without grammars, of chains or single tokens.  chunk: without grammars and encoder inputs.
+    round: not timed, without grammars, of chains or single tokens.  chunk: without grammars, encoder inputs and
+    scored parts.
     It emits what the round does for each row, then what the chunk does for each part.
     """
 
@@ -355,24 +367,6 @@ class ForceAcceptance:
 Pass = RunChunk | RunRound | RunMixed
 RowStep = EnterRows | GrowRows | ShareRows | LeaveRows | StopDrafting | CopyPages
 Step = Pass | CatchUp | Try | RowStep | TableStep | TimePhases | ForceAcceptance
-
-
-class Emitted(NamedTuple):
-    """What a round emitted in one row, or a chunk for one of its parts.
-
-    tokens: of a round, the accepted draft tokens and then the target's own token.  Of a chunk, the first output token if the
-        prompt ends with the part, else nothing.  A token of -1 says that the target's logits were not finite.
-    logprobs: one for each of the tokens, and more, which mean nothing; empty where the launch needed none.
-    best: of a round, how many of the drafter's first choices were accepted, and how many that path has.
-    sources: of a round, for each accepted draft token a bit for each source that proposed it; empty: there is one source.
-    tree: of a round whose needs ask for trees; a plain round's is only a root.
-    """
-
-    tokens: list[int]
-    logprobs: Sequence[Logprobs] = ()
-    best: tuple[int, int] = (0, 0)
-    sources: Sequence[int] = ()
-    tree: NodeTable | None = None
 
 
 class Pending(Protocol):

@@ -76,6 +76,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if tests and config.option.markexpr == "quick" and not is_quick(collection_path) else None
 
 
+COLLECTED = pytest.StashKey[frozenset[str]]()  # the tests that a run has found, those included that it leaves out
 TURN = pytest.StashKey[int | None]()  # which cases of those that take turns a run has; None: all
 
 
@@ -118,6 +119,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     Processes that share the files begin with those that hold slow tests, so that none of them comes last and leaves a process
     with nothing to do.
     """
+    config.stash[COLLECTED] = frozenset(item.nodeid for item in items)
     if hasattr(config, "workerinput"):
         long = {item.path for item in items if item.get_closest_marker("slow")}
         items.sort(key=lambda item: item.path not in long)
@@ -192,6 +194,12 @@ def _ctrl_c_interrupts() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(scope="session")
+def collected(pytestconfig: pytest.Config) -> frozenset[str]:
+    """The tests that this run has found, those included that it leaves out: where the whole suite runs, all."""
+    return pytestconfig.stash[COLLECTED]
 
 
 @pytest.fixture(scope="session")

@@ -39,9 +39,14 @@ class Accepted(NamedTuple):
     emitted: EmittedRows
 
     @classmethod
-    def of(cls, path_BE: Tensor, accepted_B: Tensor, tokens_BE: Tensor, best_B2: Tensor) -> Accepted:
-        """tokens_BE: with -1 where there is none.  best_B2: see `best_path`."""
-        return cls(path_BE, accepted_B, tokens_BE.clamp(min=0), EmittedRows.of(accepted_B, tokens_BE, best_B2))
+    def of(
+        cls, path_BE: Tensor, accepted_B: Tensor, tokens_BE: Tensor, best_B2: Tensor, sources_BN: Tensor | None = None
+    ) -> Accepted:  # fmt: skip
+        """tokens_BE: with -1 where there is none.  best_B2: see `best_path`.  sources_BN: of the tree."""
+        emitted = EmittedRows.of(accepted_B, tokens_BE, best_B2)
+        if sources_BN is not None:
+            emitted = emitted.with_sources(sources_BN.gather(1, path_BE))
+        return cls(path_BE, accepted_B, tokens_BE.clamp(min=0), emitted)
 
 
 def accept_path(tree: DraftTree, target_tokens_BN: Tensor, speculates_B: Tensor) -> Accepted:
@@ -64,7 +69,8 @@ def accept_path(tree: DraftTree, target_tokens_BN: Tensor, speculates_B: Tensor)
     nodes_E = torch.arange(E, dtype=torch.int64, device=taken_BN.device)
     first_BE = torch.sort(taken_BN.byte(), dim=-1, descending=True, stable=True).indices[:, :E]
     path_BE = torch.where(nodes_E <= accepted_B[:, None], first_BE, nodes_E)
-    return Accepted.of(path_BE, accepted_B, target_tokens_BN.gather(1, path_BE), best_path(tree, taken_BN))
+    best_B2 = best_path(tree, taken_BN)
+    return Accepted.of(path_BE, accepted_B, target_tokens_BN.gather(1, path_BE), best_B2, tree.sources_BN)
 
 
 def best_path(tree: DraftTree, taken_BN: Tensor) -> Tensor:

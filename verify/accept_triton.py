@@ -30,8 +30,27 @@ def best_path(parent_N, taken_N, n, places, BLOCK: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["nodes", "places", "stride_tokens_b", "stride_tokens_n", "stride_parents", "stride_targets", "width"],
-    do_not_specialize_on_alignment=["lens", "bonus", "active", "speculates", "tokens", "counts", "said", "best_paths"],
+    do_not_specialize=[
+        "nodes",
+        "places",
+        "stride_tokens_b",
+        "stride_tokens_n",
+        "stride_parents",
+        "stride_targets",
+        "width",
+        "stride_sources",
+    ],
+    do_not_specialize_on_alignment=[
+        "lens",
+        "bonus",
+        "active",
+        "speculates",
+        "tokens",
+        "counts",
+        "said",
+        "best_paths",
+        "said_sources",
+    ],
 )
 def accept_kernel(
     tokens,  # [B, N] int64
@@ -47,6 +66,8 @@ def accept_kernel(
     counts,  # [B] int64: of EmittedRows, the same number
     said,  # [B, E] int64: of EmittedRows, the tokens
     best_paths,  # [B, 2] int64: of EmittedRows, what accept.best_path gives
+    sources,  # [B, N] int64 if HAS_SOURCES
+    said_sources,  # [B, E - 1] int64: of EmittedRows, the sources of the path after the root
     base_lens,  # [B] int32
     nodes,  # N
     places,  # E
@@ -55,6 +76,8 @@ def accept_kernel(
     stride_parents,
     stride_targets,
     width,  # X, of a row of EmittedRows
+    stride_sources,
+    HAS_SOURCES: tl.constexpr,
     IS_CHAIN: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -93,6 +116,11 @@ def accept_kernel(
     tl.store(path + b * places + n, n.to(tl.int64), mask=rest_N)
     tl.store(valid + b * places + n, valid_N, mask=rest_N)
     tl.store(said + n, target_N, mask=rest_N)
+    if HAS_SOURCES:
+        source_N = tl.load(sources + b * stride_sources + n, mask=ok_N, other=0)
+        said_sources += b * width - 1  # the root has no column
+        tl.store(said_sources + depth_N, source_N, mask=taken_N & (n > 0))
+        tl.store(said_sources + n, source_N, mask=rest_N)
     tl.store(counts + b * width, count.to(tl.int64))
     best, path_length = count, places - 1
     if not IS_CHAIN:
@@ -112,16 +140,19 @@ def launch_accept(
     B, N = target_tokens_BN.shape
     E, device = tree.max_depth + 1, target_tokens_BN.device
     assert tree.parents_BN.stride(1) == 1 and target_tokens_BN.stride(1) == 1
+    assert tree.sources_BN is None or tree.sources_BN.stride(1) == 1
     assert tree.tokens_BN.shape == tree.parents_BN.shape == (B, N) and E <= N
     path, valid = (torch.empty(B, E, dtype=torch.int64, device=device) for _ in range(2))
-    emitted = EmittedRows.empty(B, E, device)
+    sources_BN = tree.sources_BN
+    emitted = EmittedRows.empty(B, E, device, 0 if sources_BN is None else E - 1)
     accepted, base_lens = torch.empty(B, dtype=torch.int64, device=device), torch.empty_like(state.lens_B)
     block = max(32, triton.next_power_of_2(N))
     accept_kernel[(B,)](
         tree.tokens_BN, tree.parents_BN, target_tokens_BN, state.lens_B, state.bonus_B, state.active_B, state.speculates_B,
-        path, accepted, valid, emitted.accepted_B, emitted.tokens_BE, emitted.best_B2, base_lens,
+        path, accepted, valid, emitted.accepted_B, emitted.tokens_BE, emitted.best_B2,
+        path if sources_BN is None else sources_BN, emitted.sources_BD, base_lens,
         N, E, *tree.tokens_BN.stride(), tree.parents_BN.stride(0), target_tokens_BN.stride(0), emitted.numbers_BX.stride(0),
-        tree.is_chain or N == 1,
+        0 if sources_BN is None else sources_BN.stride(0), sources_BN is not None, tree.is_chain or N == 1,
         BLOCK=block, num_warps=max(1, min(8, block // 64)), **chained(device),
     )  # fmt: skip
     return path, accepted, valid, emitted, base_lens

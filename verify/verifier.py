@@ -23,7 +23,7 @@ from specdec.attention.inputs import AttentionFn
 from specdec.batch.choose import choose_tokens
 from specdec.batch.emitted import FirstTokens, NewTokens, RoundResult, token_logprobs, tree_numbers
 from specdec.batch.masks import BitMasks
-from specdec.batch.ragged import RaggedPrompts
+from specdec.batch.ragged import RaggedPrompts, ScoredTokens
 from specdec.batch.sampling import RowSampling
 from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
@@ -33,6 +33,8 @@ from specdec.ops.rows import take_rows
 from specdec.steps import Needs
 from specdec.verify.accept import Accepted, accept
 from specdec.verify.synthetic import SyntheticAcceptance
+
+SCORED_LOGITS = 1 << 25  # that a rank computes at once for tokens of prompts: their float32 numbers take 128 MiB
 
 
 class TreePass(NamedTuple):
@@ -72,6 +74,7 @@ class TargetVerifier:
     ) -> None:
         self.model, self.cache, self.backend, self.aux_layers = model, cache, backend, aux_layers
         self.encoder_cache, self.contexts = encoder_cache, contexts or {}
+        self.scored_logits = SCORED_LOGITS
         self.synthetic: SyntheticAcceptance | None = None  # forces acceptance; set before the first round is captured
 
     def read_encoder_input(self, slots_S: Tensor, ids_S: Tensor) -> None:
@@ -86,12 +89,17 @@ class TargetVerifier:
             view.write(slots_S, kv_S2KD)
 
     def prefill(
-        self, prompts: RaggedPrompts, sampling: RowSampling, needs: Needs, with_features: bool = True
+        self,
+        prompts: RaggedPrompts,
+        sampling: RowSampling,
+        needs: Needs,
+        with_features: bool = True,
+        scored: ScoredTokens | None = None,
     ) -> tuple[FirstTokens, Tensor]:
         """Runs the target over parts of prompts: their first tokens, and the target's features [T, F] of all tokens.
 
         sampling: the options of each prompt, with tables that hold it and masks where `needs` asks for them.
-        with_features: if False, the features are not meant for a drafter.
+        with_features: if False, the features are not meant for a drafter.  scored: tokens of scored parts; None: none are.
         """
         groups = self.cache.group_numbers
         tables, sharded = prompts.tables_of(groups), []
@@ -100,8 +108,8 @@ class TargetVerifier:
             tables = [each.tables for each in sharded]
         attn = self.over_prompts(PagedAttention(self.backend, self.cache, *tables, encoder_cache=self.encoder_cache), prompts)
         aux_layers = self.aux_layers if with_features else None
-        if aux_layers == ():  # the drafter reads the final hidden state of every token
-            out = self.model(prompts.ids_T, prompts.positions_T, attn)
+        if aux_layers == () or scored is not None:  # somebody reads the final hidden state of every token
+            out = self.model(prompts.ids_T, prompts.positions_T, attn, aux_layers or ())
             hidden_BH = out.hidden_TH.index_select(0, prompts.last_B)
         else:
             out = self.model(prompts.ids_T, prompts.positions_T, attn, aux_layers or (), prompts.last_B)
@@ -109,7 +117,25 @@ class TargetVerifier:
         for group, each in zip(groups, sharded):
             self.cache.keep(each.tables.slots_T, each.slots_T, group)
         self.ran(prompts)
-        return self.first_tokens(self.model.logits(hidden_BH), prompts, sampling, needs), self._features(out)
+        first = self.first_tokens(self.model.logits(hidden_BH), prompts, sampling, needs)
+        if scored is not None:
+            first = first._replace(scores_RY=self._scores(out.hidden_TH, prompts.next_T, scored))
+        return first, self._features(out)
+
+    def _scores(self, hidden_TH: Tensor, next_T: Tensor, scored: ScoredTokens) -> Tensor:
+        """[R, Y]: the log-probabilities of the tokens after those that are scored, a slice of rows after the other, so that
+        their logits take little memory.  next_T: the id after each token.
+        """
+        vocabulary = self.model.vocabulary
+        widest = -(-vocabulary.size // vocabulary.group.size)  # the same on all ranks, which exchange what they find of a slice
+        return torch.cat(
+            [
+                token_logprobs(
+                    self.model.logits(hidden_TH.index_select(0, rows_R)), next_T.index_select(0, rows_R), scored.top, vocabulary
+                )
+                for rows_R in scored.rows_R.split(max(1, self.scored_logits // widest))
+            ]
+        )
 
     def first_tokens(self, logits_BV: Tensor, prompts: RaggedPrompts, sampling: RowSampling, needs: Needs) -> FirstTokens:
         """Chooses the token after each part, where it is not known.  logits_BV: of the parts' last tokens.  sampling: see
@@ -181,7 +207,7 @@ class TargetVerifier:
         if self.synthetic is not None:
             tokens_BN = self.synthetic.force(tree, tokens_BN, state.sampling.seed_R, state.lens_B, state.speculates_B)
         trees_B5N = tree_numbers(tree, tokens_BN) if needs.trees else None  # before the root, a plain round's, is another token
-        accepted, base_lens_B = accept(tree, tokens_BN, state)
+        accepted, base_lens_B = accept(tree.to_accept if "sources" in needs.steps else tree, tokens_BN, state)
         if needs.history:
             emitted_B = (accepted.accepted_B + 1) * state.active_B
             state.record(accepted.tokens_BE, emitted_B, self.model.vocabulary.first)
@@ -194,8 +220,6 @@ class TargetVerifier:
             numbers = self._logprobs(weighed_BEW.flatten(0, 1), tokens_BE.flatten(), needs)
             logprobs_BEY = numbers.unflatten(0, tokens_BE.shape)
         new, emitted = NewTokens(base_lens_B, accepted.tokens_BE, accepted.accepted_B, features_BEF), accepted.emitted
-        if tree.sources_BN is not None:
-            emitted = emitted.with_sources(tree.sources_BN.gather(1, accepted.path_BE))
         return RoundResult(new, emitted, logprobs_BEY, trees_B5N)
 
     def commit(self, tables: dict[int, TreeTables], state: BatchState, tree: DraftTree, accepted: Accepted) -> None:

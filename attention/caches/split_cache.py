@@ -21,10 +21,20 @@ from specdec.attention.caches.quant_cache import KV_CACHE_DTYPES, QuantHeads, Qu
 
 @dataclass(frozen=True)
 class SplitView(CachedHeads):
-    """One layer's keys [slots, K, D] and values [slots, K, E], views of one row a token in the model's own dtype."""
+    """One layer's keys [slots, K, D] and values [slots, K, E], views of one row a token in the model's own dtype.
+
+    rows: these rows, all keys and then all values [slots, K (D + E)]; None: both are views of something else.
+    """
 
     k: Tensor
     v: Tensor
+    rows: Tensor | None = None
+
+    @classmethod
+    def of(cls, rows: Tensor, num_kv_heads: int, key_dim: int) -> SplitView:
+        """The view of such rows."""
+        k, v = rows.tensor_split((num_kv_heads * key_dim,), dim=1)
+        return cls(k.unflatten(1, (num_kv_heads, key_dim)), v.unflatten(1, (num_kv_heads, -1)), rows)
 
     @property
     def heads(self) -> tuple[Tensor, Tensor]:
@@ -57,9 +67,7 @@ class SplitLayout(CacheLayout):
         return (CacheBuffer("kv", (self.num_kv_heads * (self.key_dim + self.value_dim),), self.dtype),)
 
     def view(self, layer: int, buffers: Mapping[str, Tensor]) -> SplitView:
-        K = self.num_kv_heads
-        k, v = buffers["kv"].split((K * self.key_dim, K * self.value_dim), dim=1)
-        return SplitView(k.unflatten(1, (K, self.key_dim)), v.unflatten(1, (K, self.value_dim)))
+        return SplitView.of(buffers["kv"], self.num_kv_heads, self.key_dim)
 
 
 @dataclass

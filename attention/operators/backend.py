@@ -18,9 +18,9 @@ from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.caches.latent_view import LatentView
 from specdec.attention.caches.layout import HeadsView, KVView
 from specdec.attention.caches.quant_cache import QuantView
-from specdec.attention.caches.split_cache import PairedView
+from specdec.attention.caches.split_cache import PairedView, QuantSplitView, SplitView
 from specdec.attention.kinds import PLAIN, Scoring
-from specdec.attention.operators.heads import PAGED_ATTENTION, ROPE, ROPE_STORE, SUFFIX_MERGE
+from specdec.attention.operators.heads import PAGED_ATTENTION, ROPE, ROPE_STORE, ROWS_STORE, SUFFIX_MERGE
 from specdec.attention.operators.latent import LATENT_ATTENTION, latents_of
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.attention.state import AttentionState, merge_all, merge_states
@@ -56,6 +56,14 @@ class OperatorBackend(Backend):
         ROPE_STORE(qkv_TXD, view.kv, slots_T, *_rope_arguments(prep), scale_2K, scales_N2K, *prep.values)
         return qkv_TXD[:, : prep.query_heads(qkv_TXD.shape[1])]
 
+    def store_rows(self, view: SplitView | QuantSplitView, rows_TC: Tensor, slots_T: Tensor, prep: HeadPrep) -> Tensor:
+        if not isinstance(view, SplitView) or view.rows is None:
+            raise _unknown(view)
+        assert not prep.values.are_keys
+        (_, K, D), (_, _, E) = (x.shape for x in view.heads)
+        ROWS_STORE(rows_TC, view.rows, slots_T, K, D, *_rope_arguments(prep), *prep.values[:2])
+        return rows_TC[:, : rows_TC.shape[1] - K * (D + E)].unflatten(1, (-1, D))
+
     def rotate(self, q_TQD: Tensor, prep: HeadPrep) -> Tensor:
         ROPE(q_TQD, *_rope_arguments(prep))
         return q_TQD
@@ -65,12 +73,12 @@ class OperatorBackend(Backend):
         pages, lens_R = segment.pages, segment.cache_seqlens
         rows = (pages.table, lens_R, segment.cu_seqlens_q, segment.max_seqlen_q, pages.page_size, segment.causal)
         scale, local = scoring.factor(q_THD.shape[-1]), (segment.starts_T, segment.span)
-        alibi = (scoring.slopes_H, segment.alibi_positions_T, scoring.sqrt_alibi)
+        last = (scoring.slopes_H, segment.alibi_positions_T, scoring.sqrt_alibi, *_row_heads(view))
         if isinstance(view, LatentView):
             assert scoring.scale is not None and scoring.softcap is None and scoring.slopes_H is None
             return AttentionState(*LATENT_ATTENTION(q_THD, latents_of(view), view.rank, *rows, scale, *local, segment.ragged))
         return AttentionState(
-            *PAGED_ATTENTION(q_THD, *_tensors(view), *rows, scale, scoring.softcap, *local, segment.ragged, *alibi)
+            *PAGED_ATTENTION(q_THD, *_tensors(view), *rows, scale, scoring.softcap, *local, segment.ragged, *last)
         )
 
     def attend(self, q_THD: Tensor, view: KVView, prepared: Any, scoring: Scoring = PLAIN) -> AttentionState:
@@ -85,8 +93,8 @@ class OperatorBackend(Backend):
             return merge_states(state, self.run(q_THD, view, suffix, scoring))
         _check(suffix, scoring)
         own, numbers = (suffix.pages.table, suffix.cache_seqlens), (scoring.factor(q_THD.shape[-1]), scoring.softcap)
-        alibi = (scoring.slopes_H, suffix.alibi_positions_T, scoring.sqrt_alibi)
-        return AttentionState(*SUFFIX_MERGE(q_THD, *_tensors(view), *own, *state, *numbers, suffix.starts_T, *alibi))
+        last = (scoring.slopes_H, suffix.alibi_positions_T, scoring.sqrt_alibi, *_row_heads(view))
+        return AttentionState(*SUFFIX_MERGE(q_THD, *_tensors(view), *own, *state, *numbers, suffix.starts_T, *last))
 
 
 def _rope_arguments(prep: HeadPrep) -> tuple[Tensor | None, Tensor | None, Tensor | None, float]:
@@ -98,6 +106,8 @@ def _rope_arguments(prep: HeadPrep) -> tuple[Tensor | None, Tensor | None, Tenso
 
 def _tensors(view: KVView) -> tuple[Tensor, Tensor | None, bool]:
     """The keys and values of a view, its scales, and whether it reads heads in pairs."""
+    if isinstance(view, SplitView) and view.rows is not None:
+        return view.rows, None, False
     if not isinstance(view, MHAView | QuantView | PairedView):
         raise _unknown(view)
     if view.int8_queries:
@@ -105,8 +115,13 @@ def _tensors(view: KVView) -> tuple[Tensor, Tensor | None, bool]:
     return view.kv, view.scales if view.quant else None, isinstance(view, PairedView)
 
 
+def _row_heads(view: KVView) -> tuple[int, ...]:
+    """Kv heads, where a cache keeps keys and values of unlike widths in one row."""
+    return (view.k.shape[1],) if isinstance(view, SplitView) else ()
+
+
 def _unknown(view: KVView) -> TypeError:
-    known = "MHAView, QuantView, PairedView or LatentView"
+    known = "MHAView, QuantView, PairedView, SplitView of rows or LatentView"
     return TypeError(f"the operators of attention read a cache by {known}, got {type(view).__name__}")
 
 

@@ -35,8 +35,8 @@ from specdec.loading.resolve import EngineSettings, choose_attention, resolve_de
 from specdec.models.causal_lm import CausalLM, decoder_layer
 from specdec.models.checkpoints.loader import build
 from specdec.models.config import ModelConfig
-from specdec.models.deepseek.config import DeepseekConfig
-from specdec.models.deepseek.modules import DeepseekLayer
+from specdec.models.latent.attention import LatentLayer
+from specdec.models.latent.config import LatentConfig
 from specdec.models.sharding import join, share_of
 from specdec.models.target import Target
 from specdec.options import EngineOptions
@@ -51,9 +51,9 @@ SETTLE = 8  # rounds that compile and capture
 SPECS = {"plain": None, "5,1,6": SpecConfig(5, 1, 6)}
 
 
-def latents(heads: int, intermediate: int) -> DeepseekConfig:
+def latents(heads: int, intermediate: int) -> LatentConfig:
     """A model of DeepSeek V3's sizes, all of whose layers are dense.  heads: of all ranks together."""
-    return DeepseekConfig(
+    return LatentConfig(
         family="deepseek_v3", hidden_size=7168, intermediate_size=intermediate, num_layers=LAYERS, num_heads=heads,
         num_kv_heads=heads, head_dim=64, vocab_size=129280, rms_norm_eps=1e-6, max_position=163840, latent_rank=512,
         q_rank=1536, nope_dim=128, value_dim=128,
@@ -92,7 +92,7 @@ class RandomTarget(NamedTuple):
         share, positions = share_of(self.config, Shard(group.rank, group.size)), settings.max_seq_len + 64
 
         def make() -> Target:
-            layer = DeepseekLayer if isinstance(share, DeepseekConfig) else decoder_layer
+            layer = LatentLayer if isinstance(share, LatentConfig) else decoder_layer
             return CausalLM(share, positions, layer)
 
         model = build(make, device, settings.dtype)

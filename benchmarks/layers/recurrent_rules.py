@@ -149,6 +149,7 @@ class GatedDelta(MeasuredRule):
     on_hopper = [HopperTiles(*each) for each in (
         (4, 0, 0, 1), (4, 0, 0, 4), (4, 0, 1, 1), (4, 168, 1, 1), (4, 168, 2, 4), (4, 128, 1, 1), (8, 0, 0, 4), (8, 0, 1, 1),
         (8, 128, 1, 1),
+        (4, 128, 2, 4, True), (8, 128, 2, 4, True),
     )]  # fmt: skip
     chunk_tiles = [ChunkTiles(*each) for each in (
         (64, 64, 4, 3, 8), (64, 64, 4, 2, 4), (64, 128, 8, 2, 4), (64, 128, 8, 3, 4), (64, 32, 8, 2, 4), (32, 64, 4, 3, 4),
@@ -201,7 +202,7 @@ class KimiDelta(MeasuredRule):
         (32, 32, 4, 4, 2, 64), (64, 64, 4, 8, 2, 64), (64, 64, 8, 4), (16, 64, 2, 4, 2, 32),
     )]  # fmt: skip
     on_hopper = [KimiHopperTiles(*each) for each in (
-        (4, 0), (4, 128, True), (4, 168, True), (8, 0), (8, 0, True), (8, 128, True),
+        (4, 0), (4, 128, True), (4, 168, True), (8, 0), (8, 0, True), (8, 128, True), (8, 128, True, True),
     )]  # fmt: skip
     chunk_tiles = [KimiChunkTiles(*each) for each in (
         (64, 64, 4, 2, 4, 32), (64, 64, 4, 1, 8, 32), (64, 64, 8, 2, 8, 64), (64, 32, 8, 2, 4, 64), (64, 32, 4, 2, 4, 64),
@@ -254,7 +255,7 @@ class Ssd(MeasuredRule):
         (64, 64, 4), (64, 64, 8), (64, 32, 8), (64, 128, 4), (64, 32, 4), (32, 64, 4), (32, 128, 4), (32, 32, 4), (32, 64, 2),
     )]  # fmt: skip
     on_hopper = [SsdHopperTiles(*each) for each in (
-        (0, 0), (0, 1), (0, 1, True), (0, 2, True), (168, 1, True), (168, 2, True), (128, 2), (128, 2, True),
+        (0,), (128,), (168,), (0, True), (128, True), (168, True),
     )]  # fmt: skip
     chunk_tiles = [ChunkTiles(*each) for each in (
         (64, 64, 4, 2, 8), (64, 64, 4, 2, 4), (64, 64, 4, 3, 8), (64, 64, 8, 2, 8), (64, 32, 4, 3, 8), (64, 32, 4, 2, 8),

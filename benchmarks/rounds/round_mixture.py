@@ -32,9 +32,9 @@ from specdec.loading.ranks import Ranks
 from specdec.loading.resolve import resolve_device, resolve_settings
 from specdec.models.causal_lm import MakeLayer, decoder_layer
 from specdec.models.config import ModelConfig, RopeConfig
-from specdec.models.deepseek.config import DeepseekConfig
-from specdec.models.deepseek.modules import DeepseekLayer
 from specdec.models.gpt_oss.modules import SinkAttention, gpt_oss_layer
+from specdec.models.latent.attention import LatentLayer
+from specdec.models.latent.config import LatentConfig
 from specdec.models.linear import LinearStack
 from specdec.models.mixtures.dividing import ExpertSharing, ExpertSizes, chosen_by, chosen_of_fullest, summed_bytes
 from specdec.models.mixtures.loader import mixture_layer
@@ -71,7 +71,7 @@ MODELS: dict[str, tuple[ModelConfig, MakeLayer]] = {
         gpt_oss_layer,
     ),
     "GLM-4.7-Flash": (
-        DeepseekConfig(
+        LatentConfig(
             family="glm4_moe_lite", hidden_size=2048, intermediate_size=10240, num_layers=47, num_heads=20, num_kv_heads=20,
             head_dim=64, vocab_size=154880, rms_norm_eps=1e-5, rope=RopeConfig(1e6), max_position=202752, latent_rank=512,
             q_rank=768, nope_dim=192, value_dim=256, has_experts=True,
@@ -80,7 +80,7 @@ MODELS: dict[str, tuple[ModelConfig, MakeLayer]] = {
                 shared_size=1536, dense_layers=frozenset({0}),
             ),
         ),
-        DeepseekLayer,
+        LatentLayer,
     ),
     "SmolLM2-135M": (
         ModelConfig(

@@ -45,7 +45,8 @@ from specdec.engine.pages.pool import PagePool
 from specdec.engine.request import Request
 from specdec.engine.scheduler import Scheduler
 from specdec.engine.speculation import Speculation
-from specdec.steps import Emitted, LeaveRows, PromptPart, RunChunk, RunMixed, RunRound, Step
+from specdec.generation import Emitted
+from specdec.steps import LeaveRows, PromptPart, RunChunk, RunMixed, RunRound, Step
 
 PROMPTS, MAX_TOKENS, ACCEPTANCE = (512, 4096), 256, 0.75
 GROWN, ALONE, WHOLE, DOUBLING, DEPTH, PAGE = (

@@ -1,5 +1,8 @@
 """The soak of the HTTP server on a GPU: the shipped pair in bf16, 32 rows, 20,000 calls of every kind, faults in the meantime.
 
+Some texts must obey a grammar, the pool is too small for 32 texts, so that rows step back, and an audit compares a share of the
+answers with the target.
+
     python benchmarks serving.serve_soak --out benchmarks/serving/results/serve_soak.json 2>log   (the server logs each request)
 
 What is sent, what may happen to it and what must be as before afterwards is written in tests/toolkit/soak/; the test suite runs
@@ -27,12 +30,14 @@ def main() -> int:
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    plan = Plan(args.calls, max(200, args.calls // 4), 60, args.processes, pause=300, max_tokens=32, exact=False)
+    plan = Plan(args.calls, max(200, args.calls // 4), 60, args.processes, pause=300, max_tokens=32, exact=False, crowded=True)
     dtype = "float32" if args.device == "cpu" else "bfloat16"  # in bfloat16 torch keeps something of every shape on a CPU
     with tempfile.TemporaryDirectory() as folder:
-        decoder = pair_with_chat(Path(folder), device=args.device, dtype=dtype, max_batch_size=32)
+        more = {"kv_cache_memory": "4MiB", "audit": 0.01, "audit_folder": str(Path(folder) / "audit")}
+        decoder = pair_with_chat(Path(folder), device=args.device, dtype=dtype, max_batch_size=32, **more)
         report = soak(decoder, plan)
     print(f"{args.calls} calls in {report.seconds:.1f} s: {report.ends}; faults: {report.faults}")
+    print(f"{report.stepped_back} rows stepped back; grammars: {report.structured}; {report.audited} tokens audited")
     print(f"{report.differing} of {report.repeated} repeated calls got more than one text")
     print(f"memory in MiB, in tenths of the time: {[report.memory[i * len(report.memory) // 10] >> 20 for i in range(10)]}")
     for problem in report.problems[:40]:

@@ -87,12 +87,14 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=100)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     prompts, spec = prompts_of(args.prompts, args.num_prompts), SpecConfig(*map(int, args.spec.split(",")))
     rows = list[dict[str, Any]]()
     for batch in map(int, args.batches.split(",")):
         given: dict[str, Any] = {"device": args.device, "max_batch_size": batch, "smoke": False, "max_seq_len": 512}
+        given |= {"dtype": args.dtype}  # in 16 bits texts may part where two tokens tie
         decoders = {
             name: SpecDecoder.from_pretrained(args.target, [args.draft, *more] if more else args.draft, spec, **given)
             for name, more in SOURCES.items()

@@ -40,9 +40,9 @@ from specdec.loading.resolve import choose_attention, resolve_settings
 from specdec.models.causal_lm import CausalLM
 from specdec.models.checkpoints.loader import build
 from specdec.models.config import IndexerConfig, ModelConfig, RopeConfig
-from specdec.models.deepseek.config import DeepseekConfig
-from specdec.models.deepseek.modules import DeepseekLayer
 from specdec.models.diffllama.modules import DifferentialAttention, diffllama_layer
+from specdec.models.latent.attention import LatentLayer
+from specdec.models.latent.config import LatentConfig
 from specdec.models.mixtures.loader import mixture_layer
 from specdec.models.mixtures.router import Router
 from specdec.models.mixtures.rules import ExpertsConfig
@@ -66,12 +66,12 @@ MODELS: dict[str, ModelConfig | None] = {
     "normed": replace(
         FEW, family="qwen3", qk_norm=True, num_heads=16, num_kv_heads=4, intermediate_size=9216, tie_embeddings=True,
     ),
-    "experts": DeepseekConfig(  # the layers of DeepSeek-V2-Lite
+    "experts": LatentConfig(  # the layers of DeepSeek-V2-Lite
         family="deepseek_v2", hidden_size=2048, intermediate_size=10944, num_heads=16, num_kv_heads=16, head_dim=64,
         latent_rank=512, nope_dim=128, value_dim=128, has_experts=True, **COMMON,
         experts=ExpertsConfig(64, 1408, RouterRule(6, "softmax"), shared_size=2 * 1408, dense_layers=frozenset({0})),
     ),
-    "latent": DeepseekConfig(  # the layers of DeepSeek-V3, with a quarter of the experts
+    "latent": LatentConfig(  # the layers of DeepSeek-V3, with a quarter of the experts
         family="deepseek_v3", hidden_size=7168, intermediate_size=18432, num_heads=128, num_kv_heads=128, head_dim=64,
         latent_rank=512, q_rank=1536, nope_dim=128, value_dim=128, has_experts=True, **COMMON,
         experts=ExpertsConfig(
@@ -91,7 +91,7 @@ MODELS: dict[str, ModelConfig | None] = {
             32, 2880, RouterRule(4, "softmax of chosen", biased=True), SwiGLU(1.702, 7.0), biased=True, kept_float32=True,
         ),
     ),
-    "sparse": DeepseekConfig(  # the layers of DeepSeek-V3.2, all dense, with few chosen keys: the texts are short
+    "sparse": LatentConfig(  # the layers of DeepSeek-V3.2, all dense, with few chosen keys: the texts are short
         family="deepseek_v32", hidden_size=7168, intermediate_size=18432, num_heads=128, num_kv_heads=128, head_dim=64,
         latent_rank=512, q_rank=1536, nope_dim=128, value_dim=128, **COMMON,
         indexer=IndexerConfig(64, 128, 256, False, (0, 1, 2, 3)),
@@ -198,7 +198,7 @@ def models_of(name: str, max_positions: int) -> tuple[Target, EagleHead, Tokeniz
         model, head = random_pair(max_positions, device, config, AUX_LAYERS)
     else:
         ordinary = mixture_layer if config.experts is not None else diffllama_layer
-        layer = DeepseekLayer if isinstance(config, DeepseekConfig) else ordinary
+        layer = LatentLayer if isinstance(config, LatentConfig) else ordinary
         model = build(lambda: CausalLM(config, max_positions, layer), device, torch.bfloat16)
         for parameter in model.parameters():
             parameter.normal_(std=0.02) if parameter.dim() > 1 else parameter.fill_(1.0)

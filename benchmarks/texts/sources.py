@@ -1,6 +1,6 @@
 """What sources beside a head are worth: tokens a second with the head alone, joined by the text's matches, and by predictions.
 
-    python benchmarks texts.sources --out benchmarks/texts/results/sources_cpu.json
+    python benchmarks texts.sources --device cuda --dtype float32 --out benchmarks/texts/results/sources_h200.json
     python benchmarks texts.sources --target SmolLM2.gguf --draft none --chat --tokens 160 --batches 1
 
 A pair that follows no instructions gets edits that are made here: the prediction of an answer is the answer itself with a name
@@ -129,7 +129,7 @@ def case(ways: list[Way], kind: str, temperature: float, batch: int, args: argpa
     """All ways over one kind of texts, in turns."""
     base: dict[str, Any] = {"max_tokens": args.tokens, "temperature": temperature, **({"seed": 1} if temperature else {})}
     base["ignore_eos"] = not args.chat
-    texts = texts_of(kind, batch, args, ways[0].decoder, SamplingParams(**base))
+    texts = texts_of(kind, max(batch, args.texts), args, ways[0].decoder, SamplingParams(**base))
     used = [way for way in ways if not way.predicts or kind != "own"]
     want, rates = None, {way.name: list[float]() for way in used}
     lengths = dict[str, float]()
@@ -160,17 +160,20 @@ def case(ways: list[Way], kind: str, temperature: float, batch: int, args: argpa
 def ways_of(args: argparse.Namespace, batch: int) -> list[Way]:
     """Plain decoding, the drafter alone, and what sources add to it."""
     spec, target = SpecConfig(*args.spec), args.target or shipped.target_folder()
+    deep = SpecConfig(*(args.predicted_spec or args.spec))
     settings: dict[str, Any] = {"max_batch_size": batch, "smoke": False, "max_seq_len": args.max_seq_len}
     settings |= {"device": args.device} | ({"dtype": args.dtype} if args.dtype else {})
     if args.draft == "none":
         grams = SpecDecoder.from_pretrained(target, "ngram", spec, **settings)
-        return [Way("plain", grams, False), Way("n-grams", grams), Way("n-grams, prediction", grams, predicts=True)]
+        deeper = grams if deep == spec else SpecDecoder.from_pretrained(target, "ngram", deep, **settings)
+        return [Way("plain", grams, False), Way("n-grams", grams), Way("n-grams, prediction", deeper, predicts=True)]
     head = args.draft or shipped.draft_folder()
     alone = SpecDecoder.from_pretrained(target, head, spec, **settings)
     joined = SpecDecoder.from_pretrained(target, [head, "suffix"], spec, **settings)
+    deeper = joined if deep == spec else SpecDecoder.from_pretrained(target, [head, "suffix"], deep, **settings)
     return [
         Way("plain", alone, False), Way("head", alone), Way("head, text", joined),
-        Way("head, text, prediction", joined, predicts=True),
+        Way("head, text, prediction", deeper, predicts=True),
     ]  # fmt: skip
 
 
@@ -181,10 +184,16 @@ def main() -> None:
     parser.add_argument("--prompts")
     parser.add_argument("--chat", action="store_true")
     parser.add_argument("--spec", type=lambda text: tuple(map(int, text.split(","))), default=(5, 4, 16))
+    parser.add_argument(
+        "--predicted-spec", type=lambda text: tuple(map(int, text.split(","))), help="the shape with predictions, if another"
+    )
     parser.add_argument("--kinds", default=",".join(("own", *EDITS)))
     parser.add_argument("--temperatures", default="0,1")
     parser.add_argument("--batches", default="1,8,32")
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument(
+        "--texts", type=int, default=8, help="at least so many; those of a smaller batch come one after another"
+    )
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--warm-ups", type=int, default=1, help="turns before those; a GPU needs more, to capture graphs")
     parser.add_argument("--max-seq-len", type=int, default=512)

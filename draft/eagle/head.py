@@ -22,8 +22,8 @@ from specdec.draft.formats.spec import HeadSpec
 from specdec.draft.head import DraftHead, StepHead
 from specdec.models.causal_lm import DecoderLayer, PreNormLayer
 from specdec.models.config import ModelConfig
-from specdec.models.deepseek.config import DeepseekConfig
-from specdec.models.deepseek.modules import DeepseekLayer, LatentAttention
+from specdec.models.latent.attention import LatentAttention, LatentLayer
+from specdec.models.latent.config import LatentConfig
 from specdec.models.layers import MLP, RMSNorm, SelfAttention
 from specdec.models.linear import Linear
 from specdec.models.target import Target
@@ -134,14 +134,14 @@ class Eagle3Head(EagleHead):
 
 def attention_over(model: ModelConfig, in_features: int) -> nn.Module:
     """The first layer's attention, over keys or over latents as its config says."""
-    if isinstance(model, DeepseekConfig):
+    if isinstance(model, LatentConfig):
         return LatentAttention(model, 0, in_features)
     return SelfAttention(model, in_features)
 
 
 def layer_of(model: ModelConfig, index: int) -> PreNormLayer:
     """A later layer."""
-    return DeepseekLayer(model, index) if isinstance(model, DeepseekConfig) else DecoderLayer(model)
+    return LatentLayer(model, index) if isinstance(model, LatentConfig) else DecoderLayer(model)
 
 
 class Eagle1Head(EagleHead):

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.loader import Parts, copy_, fill_attention, fill_linear, fill_mlp, fill_norm
-from specdec.models.deepseek.loader import fill_latents, latents_of
-from specdec.models.deepseek.modules import LatentAttention
+from specdec.models.latent.attention import LatentAttention
+from specdec.models.latent.weights import fill_latents, latents_of
 from specdec.models.layers import MLP, Embedding, RMSNorm, SelfAttention
 from specdec.models.linear import Linear
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -23,9 +23,9 @@ from specdec.batch.transfer import to_device
 from specdec.batch.tree import DraftTree
 from specdec.config import SpecConfig
 from specdec.draft.drafter import Drafter, DrafterContext, DraftModel, DraftNeeds, Impression
-from specdec.draft.join.join import ALL_SOURCES, DRAFTER, joined_tree, without_some
+from specdec.draft.join.join import ALL_SOURCES, DRAFTER, joined_chain, joined_tree, without_some
 from specdec.draft.join.paths import Paths, end_paths
-from specdec.draft.join.source import PathFinder, PathSource
+from specdec.draft.join.source import PathFinder, PathSource, TextKeeper
 from specdec.draft.join.survival import CHAIN, Survival
 from specdec.models.target import Target
 from specdec.steps import Needs, RowEntry
@@ -33,7 +33,10 @@ from specdec.tables.steps import TableName, TableStep
 
 
 class JoinedModel(DraftModel):
-    """A drafter, and the sources beside it.  The first of these gives every row a path as deep as paths may be."""
+    """A drafter, and the sources beside it.
+
+    Where all of them run in some rounds only, shapes and other rounds are as the drafter has them alone.
+    """
 
     takes_predictions = takes_choices = True
 
@@ -54,16 +57,21 @@ class JoinedModel(DraftModel):
     def tables(self) -> Mapping[TableName, int]:
         return {name: held for source in self.path_sources for name, held in source.tables.items()}
 
+    @property
+    def is_always_joined(self) -> bool:
+        return any(not source.step for source in self.path_sources)
+
     def resolved(self, spec: SpecConfig) -> SpecConfig:
-        if spec.is_auto:
-            raise ValueError(
-                "num_steps='auto' chooses among the trees of a drafter alone, got several sources; nearest settings that work: "
-                f"SpecConfig({SpecConfig().label}), or one drafter"
-            )
-        return spec.joined
+        return spec.joined if self.is_always_joined else self.drafter.resolved(spec)
 
     def check(self, spec: SpecConfig) -> None:
-        self.drafter.check(spec.of_drafter)
+        own = spec.of_drafter
+        self.drafter.check(own)
+        if spec.num_draft_tokens > own.num_draft_tokens and not any(source.fills for source in self.path_sources):
+            raise ValueError(
+                f"trees of {' and '.join(self.sources)} alone have at most {own.num_draft_tokens} nodes, got "
+                f"SpecConfig({spec.label}); nearest setting that works: num_draft_tokens={own.num_draft_tokens}"
+            )
 
     def doubt(self, spec: SpecConfig) -> str:
         return self.drafter.doubt(spec.of_drafter)
@@ -72,11 +80,14 @@ class JoinedModel(DraftModel):
         return self.drafter.default_shape()
 
     def worker(self, context: DrafterContext) -> JoinedDrafter:
-        own = context._replace(spec=context.spec.of_drafter, shapes=tuple(shape.of_drafter for shape in context.shapes))
+        shapes = tuple(dict.fromkeys(shape.of_drafter for shape in context.shapes))
+        own = context._replace(spec=context.spec.of_drafter, shapes=shapes)
         return JoinedDrafter(self.drafter.worker(own), self.path_sources, context)
 
     @property
     def description(self) -> str:
+        if not self.is_always_joined:
+            return self.drafter.description
         return f"{self.drafter.description}; joined by {', '.join(source.description for source in self.path_sources)}"
 
     @property
@@ -88,10 +99,16 @@ class JoinedModel(DraftModel):
 
     def slots(self, spec: SpecConfig) -> int:
         """An extend of more tokens than the drafter's own rounds emit begins as much later, or writes as many more."""
-        return self.drafter.slots(spec.of_drafter) + max(0, spec.levels - spec.max_steps)
+        return max(
+            self.drafter.slots(shape.of_drafter) + max(0, shape.levels - shape.max_steps) for shape in {spec, *spec.shapes}
+        )
 
     def passes(self, spec: SpecConfig) -> int:
         return self.drafter.passes(spec.of_drafter)
+
+    def source_bytes(self, rows: int, positions: int) -> int:
+        own = self.drafter.source_bytes(rows, positions)
+        return own + sum(source.table_bytes + rows * source.row_bytes(positions) for source in self.path_sources)
 
     def once_bytes(self, rows: int) -> int:
         return self.drafter.once_bytes(rows)
@@ -122,8 +139,9 @@ class JoinedDrafter(Drafter):
     def __init__(self, drafter: Drafter, sources: Sequence[PathSource], context: DrafterContext) -> None:
         self.drafter, self.head, self.sources = drafter, drafter.head, sources
         self.finders = [source.finder(context) for source in sources]
+        texts = cast(TextKeeper, drafter if drafter.keeps_text else self.finders[0])
         for finder in self.finders:
-            finder.follow(self.finders[0])
+            finder.follow(texts)
         self.caches = (*drafter.caches, *(cache for finder in self.finders for cache in finder.caches))
         classes = [*(each for source in sources for each in source.classes), CHAIN]
         self.survival = Survival(classes, context.device)
@@ -155,21 +173,33 @@ class JoinedDrafter(Drafter):
 
     def draft(self, state: BatchState, spec: SpecConfig, needs: Needs) -> DraftTree:
         tree = self.drafter.draft(state, spec.of_drafter, needs)
+        if not self._joins(needs):
+            return tree
         places, paths, bits_P = self._round(needs)
         paths = paths.narrow(state.rows)
         for finder, first, own in places:
             finder.fill(state, spec.levels, paths.of_source(first, own))
         steps_BPD = end_paths(paths, tree, self.survival, spec.levels)
-        if "sources" in needs.steps:
-            tree, steps_BPD = without_some(tree, steps_BPD, bits_P, self.allowed_R[: state.rows])
-        return joined_tree(tree, paths.tokens_BPD, steps_BPD, bits_P, spec.num_draft_tokens)
+        allowed_B = self.allowed_R[: state.rows] if "sources" in needs.steps else None
+        if allowed_B is not None:
+            tree, steps_BPD = without_some(tree, steps_BPD, bits_P, allowed_B)
+        if spec.is_chain:
+            made = joined_chain(tree, paths.tokens_BPD, steps_BPD, bits_P)
+        else:
+            made = joined_tree(tree, paths.tokens_BPD, steps_BPD, bits_P, spec.num_draft_tokens)
+        return made if allowed_B is None else made.without(allowed_B)
+
+    def _joins(self, needs: Needs) -> bool:
+        """Whether a round has more than its drafter's tree."""
+        return bool(self._round(needs).places) or "sources" in needs.steps
 
     def extend(self, state: BatchState, needs: Needs, new: NewTokens) -> None:
         self.drafter.extend(state, needs, new)
-        places, paths, _ = self._round(needs)
-        self.survival.learn(paths.narrow(state.rows), new, state.active_B)
-        for place in places:
-            place.finder.extend(state, new)
+        if self._joins(needs):
+            places, paths, _ = self._round(needs)
+            self.survival.learn(paths.narrow(state.rows), new, state.active_B)
+            for place in places:
+                place.finder.extend(state, new)
 
     def prefill(self, state: BatchState, needs: Needs, prompts: RaggedPrompts, first_B: Tensor, features_TF: Tensor) -> None:
         self.drafter.prefill(state, needs, prompts, first_B, features_TF)
@@ -187,7 +217,7 @@ class JoinedDrafter(Drafter):
     def keep(self, state: BatchState, new: NewTokens) -> None:
         self.drafter.keep(state, new)
         for finder in self.finders:
-            finder.extend(state, new)
+            finder.keep(state, new)
 
     def catch_up(self, state: BatchState, needs: Needs) -> None:
         self.drafter.catch_up(state, needs)
@@ -199,14 +229,11 @@ class JoinedDrafter(Drafter):
 
     def changed(self, state: BatchState) -> list[Tensor]:
         of_sources = [tensor for finder in self.finders for tensor in finder.changed(state)]
-        return [*self.drafter.changed(state), *of_sources, self.survival.counts_CLG2]
+        return [*self.drafter.changed(state), *of_sources, self.survival.counts_CLKG2]
 
     @property
     def keeps_states(self) -> bool:  # type: ignore[override]
         return self.drafter.keeps_states
-
-    def enter_rows(self, rows_R: Tensor, states_R: Tensor) -> None:
-        self.drafter.enter_rows(rows_R, states_R)
 
     def move_rows(self, sources_R: Tensor, targets_R: Tensor) -> None:
         self.drafter.move_rows(sources_R, targets_R)

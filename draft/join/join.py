@@ -42,23 +42,40 @@ def joined_tree(tree: DraftTree, tokens_BPD: Tensor, steps_BPD: Tensor, bits_P: 
     """
     N, D = tree.num_nodes, steps_BPD.shape[2]
     assert num_nodes <= max(N, D + 1)
-    root_B, max_depth = tree.tokens_BN[:, 0].contiguous(), min(num_nodes - 1, max(tree.max_depth, D))
+    root_B, max_depth = tree.tokens_BN[:, 0], min(num_nodes - 1, max(tree.max_depth, D))
     if N <= MAX_KERNEL_NODES and use_kernels(steps_BPD):
         from specdec.draft.join.join_triton import launch_candidates
 
         candidates = launch_candidates(tree, tokens_BPD, steps_BPD, bits_P)
-        return told_apart(best_nodes(candidates, root_B, num_nodes, max_depth))
+        return best_nodes(candidates, root_B, num_nodes, max_depth, SHIFT)
     tree = with_scores(tree, steps_BPD[:, -1])
     tokens_BPD, steps_BPD = tokens_BPD[:, :-1, :D], steps_BPD[:, :-1]
     nodes_BPD = nodes_of_paths(tree, tokens_BPD)
     scores_BN = raised_scores(tree, nodes_BPD, steps_BPD)
     candidates = candidates_of(tree, scores_BN, nodes_BPD, tokens_BPD, steps_BPD, bits_P)
-    return told_apart(best_nodes(candidates, root_B, num_nodes, max_depth))
+    return best_nodes(candidates, root_B, num_nodes, max_depth, SHIFT)
 
 
-def told_apart(tree: DraftTree) -> DraftTree:
-    """The tree of candidates whose sources stand above their tokens, with both by themselves."""
-    return replace(tree, tokens_BN=tree.tokens_BN & (2**SHIFT - 1), sources_BN=tree.tokens_BN >> SHIFT)
+def joined_chain(tree: DraftTree, tokens_BPD: Tensor, steps_BPD: Tensor, bits_P: Tensor) -> DraftTree:
+    """The chain that is expected to be followed furthest, of paths and of a drafter's chain, as which it goes on where it ends.
+
+    tree: a chain without scores.  The other arguments: see `joined_tree`.
+    """
+    assert tree.is_chain and tree.scores_BN is None
+    own_BD = tree.tokens_BN[:, 1:]
+    D = own_BD.shape[1]
+    tokens_BPD, steps_BPD = tokens_BPD[..., :D], steps_BPD[..., :D]
+    worth_BP = torch.where(tokens_BPD >= 0, steps_BPD.cumsum(-1).exp(), 0.0).sum(-1)
+    best_B11 = worth_BP.argmax(1)[:, None, None]
+    best_BD = tokens_BPD.gather(1, best_B11.expand(-1, 1, D))[:, 0]
+    tokens_BD = torch.where(best_BD >= 0, best_BD, own_BD)
+    is_there_BPD = (tokens_BPD == tokens_BD[:, None]).cumprod(-1)
+    sources_BD = torch.zeros_like(tokens_BD)
+    for p in range(tokens_BPD.shape[1]):
+        sources_BD = sources_BD | is_there_BPD[:, p] * bits_P[p]
+    is_own_BD = (best_BD < 0).long() * DRAFTER  # after a path's end
+    chain = DraftTree.chain(torch.cat((tree.tokens_BN[:, :1], tokens_BD), dim=1))
+    return replace(chain, sources_BN=torch.cat((torch.zeros_like(tokens_BD[:, :1]), sources_BD | is_own_BD), dim=1))
 
 
 def with_scores(tree: DraftTree, steps_BD: Tensor) -> DraftTree:
@@ -92,16 +109,6 @@ def without_some(tree: DraftTree, steps_BPD: Tensor, bits_P: Tensor, allowed_B: 
         has_B1 = (allowed_B[:, None] & DRAFTER) != 0
         tree = replace(tree, scores_BN=torch.where(has_B1, tree.scores_BN, last_N.to(tree.scores_BN.dtype)))
     return tree, torch.where(has_BP[..., None], steps_BPD, OFF)
-
-
-def sources_of(tree: DraftTree, tokens_BPD: Tensor, bits_P: Tensor) -> Tensor:
-    """[B, N] int64: for each node of the tree the bits of all paths that hold it."""
-    nodes_BPD, sources_BN = nodes_of_paths(tree, tokens_BPD), torch.zeros_like(tree.tokens_BN)
-    for p in range(tokens_BPD.shape[1]):
-        own_BN = torch.zeros_like(sources_BN).scatter_(1, nodes_BPD[:, p].clamp(min=0), 1)
-        sources_BN |= own_BN * bits_P[p]
-    sources_BN[:, 0] = 0
-    return sources_BN
 
 
 def raised_scores(tree: DraftTree, nodes_BPD: Tensor, steps_BPD: Tensor) -> Tensor:

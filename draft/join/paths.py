@@ -16,12 +16,13 @@ from torch import Tensor
 
 from specdec.batch.tree import DraftTree
 from specdec.draft.join.join import nodes_of_paths
-from specdec.draft.join.survival import Survival
+from specdec.draft.join.survival import ONCE, Survival
 from specdec.ops.index import use_index_kernels
 
 
 class Paths(NamedTuple):
     """tokens_BPD: int64, -1 after a path's end.  lengths_BP: int64, how many tokens before each path matched; 0 for a chain.
+    support_BP: int64, what else speaks for the path, see `survival.support_of`; ONCE for a chain.
     classes_P: int64, the class of each path; see Survival.
     parts_BP: int64, the depth at which the path parts from the drafter's tree: a node there has children, of which none is the
         path's; -1: it does nowhere.  `end_paths` writes it.
@@ -29,6 +30,7 @@ class Paths(NamedTuple):
 
     tokens_BPD: Tensor
     lengths_BP: Tensor
+    support_BP: Tensor
     classes_P: Tensor
     parts_BP: Tensor
 
@@ -37,25 +39,30 @@ class Paths(NamedTuple):
         """Paths without tokens.  classes: of each path."""
         P = len(classes)
         tokens_RPD = torch.full((rows, P, depth), -1, dtype=torch.int64, device=device)
-        lengths_RP, parts_RP = (torch.zeros(rows, P, dtype=torch.int64, device=device) for _ in range(2))
-        return cls(tokens_RPD, lengths_RP, torch.tensor(list(classes), dtype=torch.int64, device=device), parts_RP)
+        lengths_RP, support_RP, parts_RP = (torch.zeros(rows, P, dtype=torch.int64, device=device) for _ in range(3))
+        classes_P = torch.tensor(list(classes), dtype=torch.int64, device=device)
+        return cls(tokens_RPD, lengths_RP, support_RP, classes_P, parts_RP)
 
     def with_classes(self, classes: Sequence[int]) -> Paths:
         """Paths of other classes and fewer of them in the same memory, so that one of both is in use at a time."""
         (rows, P, depth), count, device = self.tokens_BPD.shape, len(classes), self.tokens_BPD.device
         assert count <= P
         tokens_RPD = self.tokens_BPD.view(-1)[: rows * count * depth].view(rows, count, depth)
-        lengths_RP, parts_RP = (x.view(-1)[: rows * count].view(rows, count) for x in (self.lengths_BP, self.parts_BP))
-        return Paths(tokens_RPD, lengths_RP, torch.tensor(list(classes), dtype=torch.int64, device=device), parts_RP)
+        by_path = (x.view(-1)[: rows * count].view(rows, count) for x in (self.lengths_BP, self.support_BP, self.parts_BP))
+        lengths_RP, support_RP, parts_RP = by_path
+        classes_P = torch.tensor(list(classes), dtype=torch.int64, device=device)
+        return Paths(tokens_RPD, lengths_RP, support_RP, classes_P, parts_RP)
 
     def narrow(self, rows: int) -> Paths:
         """Those of the first rows."""
-        return Paths(self.tokens_BPD[:rows], self.lengths_BP[:rows], self.classes_P, self.parts_BP[:rows])
+        by_path = self.lengths_BP[:rows], self.support_BP[:rows], self.classes_P, self.parts_BP[:rows]
+        return Paths(self.tokens_BPD[:rows], *by_path)
 
     def of_source(self, first: int, count: int) -> Paths:
         """Some adjacent paths of each row."""
         own = slice(first, first + count)
-        return Paths(self.tokens_BPD[:, own], self.lengths_BP[:, own], self.classes_P[own], self.parts_BP[:, own])
+        by_path = self.lengths_BP[:, own], self.support_BP[:, own], self.classes_P[own], self.parts_BP[:, own]
+        return Paths(self.tokens_BPD[:, own], *by_path)
 
 
 def end_paths(paths: Paths, tree: DraftTree, survival: Survival, depth: int) -> Tensor:
@@ -71,6 +78,7 @@ def end_paths(paths: Paths, tree: DraftTree, survival: Survival, depth: int) -> 
     chain_BD = paths.tokens_BPD[:, -1]
     chain_BD.fill_(-1)
     paths.lengths_BP[:, -1] = 0
+    paths.support_BP[:, -1] = ONCE
     if tree.scores_BN is None:
         chain_BD[:, : tree.max_depth] = tree.tokens_BN[:, 1:]
     paths.parts_BP.copy_(parting_depths(tree, paths.tokens_BPD[..., :depth]))

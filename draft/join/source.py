@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +27,13 @@ from specdec.steps import Needs, RowEntry
 from specdec.tables.steps import TableName, TableStep
 
 
+class TextKeeper(Protocol):
+    """The drafter, or the first source, which keeps the texts of all rows."""
+
+    def text(self, state: BatchState) -> PagedTexts:
+        """Of these rows."""
+
+
 class PathSource(ABC):
     """A source before it has a batch.
 
@@ -35,7 +43,8 @@ class PathSource(ABC):
     step: the need (see Needs) of rounds in which it proposes anything, which costs nothing in others, because graphs are
         captured by needs; empty: it does in all rounds.
     slot_bytes: what it keeps of each token of the first group of layers.
-    tables: of other texts that it reads, and how many tokens each holds.
+    tables: of other texts that it reads, and how many tokens each holds.  table_bytes: what they take.
+    fills: whether it gives every row a path as deep as paths may be, so that trees have as many nodes as they must.
     description: what it is, in a few words, said of a drafter that it is joined with.
     """
 
@@ -45,10 +54,16 @@ class PathSource(ABC):
     step: str = ""
     slot_bytes: int = 0
     tables: Mapping[TableName, int] = {}
+    table_bytes: int = 0
+    fills = False
     description: str
 
     def load(self, device: torch.device) -> None:  # noqa: B027
         """Takes the memory that all rows have in common, before the rest is given to keys and values.  To be called once."""
+
+    def row_bytes(self, positions: int) -> int:
+        """What it keeps of each row of that many positions, at most."""
+        return 0
 
     def runs(self, needs: Needs) -> bool:
         """Whether it proposes anything in rounds of these needs."""
@@ -68,12 +83,8 @@ class PathFinder(ABC):
     caches: Sequence[CachedBySlot] = ()
     rows: Rows | None = None
 
-    def follow(self, first: PathFinder) -> None:  # noqa: B027
-        """Told once of the first source, which keeps the rows' texts (see `text`)."""
-
-    def text(self, state: BatchState) -> PagedTexts:
-        """The texts of these rows.  Asked of the first source alone."""
-        raise NotImplementedError
+    def follow(self, texts: TextKeeper) -> None:  # noqa: B027
+        """Told once of who keeps the rows' texts."""
 
     def bring_table(self, step: TableStep) -> None:
         """Takes a part of one of the source's tables; see `Drafter.bring_table`."""
@@ -84,14 +95,19 @@ class PathFinder(ABC):
         """Writes the paths of a round that follow each row's bonus token.
 
         out: its own paths of these rows, views with a stride between rows.  All their tokens are written: ids in the
-        first `depth` places at most, and -1 after a path's end; a path without any is all -1.
+        first `depth` places at most, and -1 after a path's end; a path without any is all -1.  Lengths and
+        support are written for every path.
         """
 
     def enter(self, entries: Sequence[RowEntry]) -> None:  # noqa: B027
         """Requests take rows, outside of any graph."""
 
     def extend(self, state: BatchState, new: NewTokens) -> None:  # noqa: B027
-        """Learns what a round emitted, or a paused one.  state.lens_B is already the length after the round."""
+        """Learns what a round emitted.  state.lens_B is already the length after the round."""
+
+    def keep(self, state: BatchState, new: NewTokens) -> None:
+        """Learns what a paused round emitted, in which nobody drafted."""
+        self.extend(state, new)
 
     def prefill(self, state: BatchState, prompts: RaggedPrompts, first_B: Tensor) -> None:  # noqa: B027
         """Learns parts of prompts; see `Drafter.prefill`."""

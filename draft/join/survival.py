@@ -1,15 +1,16 @@
 """How likely the next token of a path is to be accepted, given that all tokens before it are: learnt from what rounds emitted.
 
-Rates are kept by class of path, length of the match that proposed it, and depth; and apart for the step at which a path parts
-from the drafter's tree, where the drafter proposed other tokens: such a step is right much less often.  Each step of a path
-that a text reached is one trial, whether the step was verified or not: what the round emitted tells how the text goes on.
+Rates are kept by class of path, length of the match that proposed it, how many equally long matches agree with it (see
+`support_of`), and depth; and apart for the step at which a path parts from the drafter's tree, where the drafter proposed other
+tokens: such a step is right much less often.  Each step of a path that a text reached is one trial, whether the step was
+verified or not: what the round emitted tells how the text goes on.
 Counts are whole numbers, so that several ranks hold the same ones in whatever order they add them up.
 
 On a CPU the definitions here run; on a GPU `learn` is two launches of survival_triton.py.  It knows paths, neither trees nor
 texts nor who proposes what.
 
-Shapes: B sequences, P paths of each, D tokens of a path, E emitted tokens of a row with padding, C classes, L lengths, G groups
-of depths, those of steps that part last.
+Shapes: B sequences, P paths of each, D tokens of a path, E emitted tokens of a row with padding, C classes, L lengths, K kinds
+of support, G groups of depths, those of steps that part last.
 """
 
 from __future__ import annotations
@@ -31,7 +32,11 @@ LENGTHS = MAX_MATCH + 1
 FIRST_DEPTHS = (0, 1, 2, 4)  # of each group; 0: the root's children
 GROUPS = 2 * len(FIRST_DEPTHS)  # G
 PARTING = 0.4  # how likely a step that parts is at first, beside one that does not
+ONCE, ALL, MOST, FEW = range(4)  # of support
+SUPPORTS = 4  # K
+MISSING = (1.0, 0.7, 1.1, 1.4)  # what is missing to 1 at first, by support, beside what is missing without regard to it
 MAX_TRIALS = 256  # threshold: with more trials both counts are halved, so that what was accepted lately weighs more
+LEAST = 0.01  # of what is expected at first
 WEIGHT = 4.0  # trials that a prior is worth
 
 
@@ -47,12 +52,23 @@ class PathClass(NamedTuple):
     improves: bool = True
 
     def prior(self) -> Tensor:
-        """[L, G] float32."""
+        """[L, K, G] float32."""
         assert len(self.first_L) == LENGTHS
-        missing_L1 = 1 - torch.tensor(self.first_L, dtype=torch.float32, device="cpu")[:, None]
+        missing_L11 = 1 - torch.tensor(self.first_L, dtype=torch.float32, device="cpu")[:, None, None]
+        missing_LK1 = missing_L11 * torch.tensor(MISSING, dtype=torch.float32, device="cpu")[:, None]
         halves_G = 0.5 ** torch.arange(len(FIRST_DEPTHS), dtype=torch.float32, device="cpu")
-        rates_LG = 1 - missing_L1 * (halves_G if self.improves else torch.ones_like(halves_G))
-        return torch.cat((rates_LG, PARTING * rates_LG), dim=1)
+        rates_LKG = (1 - missing_LK1 * (halves_G if self.improves else torch.ones_like(halves_G))).clamp(min=LEAST)
+        return torch.cat((rates_LKG, PARTING * rates_LKG), dim=2)
+
+
+def support_of(agree_X: Tensor, total_X: Tensor) -> Tensor:
+    """int64: what speaks for matches beside their length.
+
+    total_X: how many matches are as long as each, itself included; agree_X: how many of them go on with the same token.  ONCE:
+    there is no other; ALL, MOST or FEW of them (at most half) go on alike.
+    """
+    some_X = MOST + (FEW - MOST) * (2 * agree_X <= total_X).long()
+    return torch.where(agree_X < total_X, some_X, ONCE + (ALL - ONCE) * (total_X > 1).long())
 
 
 CHAIN = PathClass((0.7,) * LENGTHS, improves=False)  # a drafter's chain that has no scores
@@ -67,21 +83,21 @@ def groups_of(depth: int, device: torch.device) -> Tensor:
 
 
 class Survival:
-    """counts_CLG2: int32, the trials and how many of them were accepted; halved together now and then.
+    """counts_CLKG2: int32, the trials and how many of them were accepted; halved together now and then.
 
-    prior_CLG: float32, what is expected before.
+    prior_CLKG: float32, what is expected before.
     """
 
     def __init__(self, classes: Sequence[PathClass], device: torch.device) -> None:
-        shape = len(classes), LENGTHS, GROUPS
-        self.counts_CLG2 = torch.zeros(*shape, 2, dtype=torch.int32, device=device)
-        self.prior_CLG = torch.stack([each.prior() for each in classes]).to(device)
+        shape = len(classes), LENGTHS, SUPPORTS, GROUPS
+        self.counts_CLKG2 = torch.zeros(*shape, 2, dtype=torch.int32, device=device)
+        self.prior_CLKG = torch.stack([each.prior() for each in classes]).to(device)
 
     def log_rates(self, paths: Paths, depth: int) -> Tensor:
         """[B, P, D] float32, below 0: the logarithm of each step's rate.  depth: D."""
-        trials_CLG, accepted_CLG = self.counts_CLG2.unbind(-1)
-        rates_CLG = (accepted_CLG + WEIGHT * self.prior_CLG) / (trials_CLG + WEIGHT)
-        rates_BPG = rates_CLG.log()[paths.classes_P, paths.lengths_BP.clamp(0, MAX_MATCH)]
+        trials_CLKG, accepted_CLKG = self.counts_CLKG2.unbind(-1)
+        rates_CLKG = (accepted_CLKG + WEIGHT * self.prior_CLKG) / (trials_CLKG + WEIGHT)
+        rates_BPG = rates_CLKG.log()[paths.classes_P, paths.lengths_BP.clamp(0, MAX_MATCH), paths.support_BP]
         return rates_BPG.gather(2, self._groups(paths, depth))
 
     def _groups(self, paths: Paths, depth: int) -> Tensor:
@@ -95,13 +111,13 @@ class Survival:
 
         paths: those that a round's trees were made of.  new: what the round emitted.  active_B: int64, 0 in rows of padding.
         """
-        tokens_BPD, lengths_BP, classes_P = paths.tokens_BPD, paths.lengths_BP, paths.classes_P
+        tokens_BPD, lengths_BP = paths.tokens_BPD, paths.lengths_BP.clamp(0, MAX_MATCH)
         if use_index_kernels(tokens_BPD):
             from specdec.draft.join.survival_triton import launch_learn
 
-            return launch_learn(self.counts_CLG2, paths, new, active_B)
-        self.counts_CLG2.copy_(halved(self.counts_CLG2))
-        E, device = new.tokens_BE.shape[1], self.counts_CLG2.device
+            return launch_learn(self.counts_CLKG2, paths, new, active_B)
+        self.counts_CLKG2.copy_(halved(self.counts_CLKG2))
+        E, device = new.tokens_BE.shape[1], self.counts_CLKG2.device
         tokens_BPD = tokens_BPD[..., :E]
         D = tokens_BPD.shape[2]
         is_right_BPD = tokens_BPD == new.tokens_BE[:, None, :D]
@@ -109,13 +125,14 @@ class Survival:
         reached_BPD = is_right_BPD.cumprod(-1).roll(1, -1)
         reached_BPD[..., 0] = 1
         trials_BPD = (reached_BPD * (is_known_BD[:, None] & (tokens_BPD >= 0))).int()
-        cells_BPD = ((classes_P * LENGTHS + lengths_BP.clamp(0, MAX_MATCH)) * GROUPS)[..., None] + self._groups(paths, D)
-        for counts_CLG, added_BPD in zip(self.counts_CLG2.unbind(-1), (trials_BPD, trials_BPD * is_right_BPD), strict=True):
-            sums_X = torch.zeros(counts_CLG.numel(), dtype=torch.int32, device=device)
+        cells_BP = (paths.classes_P * LENGTHS + lengths_BP) * SUPPORTS + paths.support_BP
+        cells_BPD = (cells_BP * GROUPS)[..., None] + self._groups(paths, D)
+        for counts_CLKG, added_BPD in zip(self.counts_CLKG2.unbind(-1), (trials_BPD, trials_BPD * is_right_BPD), strict=True):
+            sums_X = torch.zeros(counts_CLKG.numel(), dtype=torch.int32, device=device)
             sums_X.index_add_(0, cells_BPD.flatten(), added_BPD.flatten())
-            counts_CLG += sums_X.view_as(counts_CLG)
+            counts_CLKG += sums_X.view_as(counts_CLKG)
 
 
-def halved(counts_CLG2: Tensor) -> Tensor:
+def halved(counts_CLKG2: Tensor) -> Tensor:
     """The counts, with half of each where there are more than MAX_TRIALS."""
-    return torch.where(counts_CLG2[..., :1] > MAX_TRIALS, counts_CLG2 // 2, counts_CLG2)
+    return torch.where(counts_CLKG2[..., :1] > MAX_TRIALS, counts_CLKG2 // 2, counts_CLKG2)

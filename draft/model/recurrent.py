@@ -12,6 +12,8 @@ Shapes: B sequences or parts of prompts, E extend rows, N nodes, K topk, T token
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -19,6 +21,7 @@ from specdec.attention.attend import PassTables
 from specdec.batch.emitted import NewTokens
 from specdec.batch.ragged import RaggedPrompts
 from specdec.batch.state import BatchState
+from specdec.batch.transfer import to_device
 from specdec.batch.tree import DraftTree
 from specdec.batch.trees.states import StateRows
 from specdec.batch.trees.tables import tree_tables
@@ -33,7 +36,7 @@ from specdec.models.recurrent.pool import StatePool
 from specdec.ops.index import arange
 from specdec.ops.recurrent.states import ChunkSteps, TreeSteps
 from specdec.ops.rows import take_rows
-from specdec.steps import Needs
+from specdec.steps import Needs, RowEntry
 
 
 class RecurrentModelWorker(SmallModelWorker):
@@ -119,7 +122,8 @@ class RecurrentModelWorker(SmallModelWorker):
     def changed(self, state: BatchState) -> list[Tensor]:
         return [*super().changed(state), *self.states.narrow(state.rows).tensors()]
 
-    def enter_rows(self, rows_R: Tensor, states_R: Tensor) -> None:
+    def enter(self, entries: Sequence[RowEntry]) -> None:
+        rows_R, states_R = to_device([(entry.row, entry.state) for entry in entries], self.states.numbers_B3.device).unbind(1)
         self.states.enter_rows(rows_R, states_R)
 
     def move_rows(self, sources_R: Tensor, targets_R: Tensor) -> None:

@@ -15,9 +15,9 @@ from specdec.models.checkpoints.mtp_names import count_key, mtp_prefixes
 from specdec.models.config import ModelConfig
 from specdec.models.deepseek.config import parse_experts, said
 from specdec.models.deepseek.loader import PARTS
-from specdec.models.deepseek.modules import DeepseekLayer
 from specdec.models.described import target_json
 from specdec.models.keys.shared import MTP_COUNT
+from specdec.models.latent.attention import LatentLayer
 from specdec.models.mimo_v2.loader import PARTS as MIMO_PARTS
 from specdec.models.mimo_v2.modules import mimo_layer
 from specdec.models.mixtures.families.ernie4_5_moe import parse_ernie4_5_moe
@@ -159,7 +159,7 @@ def _windowed(raw: dict[str, Any], target: ModelConfig, where: str) -> ModelConf
     return replace(target.with_heads_of(layer), experts=None, has_experts=False)
 
 
-_PLAIN, _LATENT = MtpBlock(mixture_layer, {**PARTS, **LLAMA_PARTS}), MtpBlock(DeepseekLayer, PARTS)
+_PLAIN, _LATENT = MtpBlock(mixture_layer, {**PARTS, **LLAMA_PARTS}), MtpBlock(LatentLayer, PARTS)
 _HY3, _HYBRID = MtpBlock(mixture_layer, MIXTURES["hy_v3"].parts), MtpBlock(hybrid_layer, HYBRID_PARTS)
 _WINDOWED = MtpBlock(mimo_layer, MIMO_PARTS, {"post_attention_layernorm": ("pre_mlp_layernorm",)})
 _ONE_BLOCKS = MtpBlock(mtp_layer, MTP_PARTS, {"input_layernorm": ("0.norm",), "post_attention_layernorm": ("1.norm",)})

@@ -15,6 +15,7 @@ class Ngrams(DrafterKind):
     name = help = "ngram"
     meaning = "without a checkpoint, by this name"
     instead = "which needs no files"
+    joins = True
     pays = ("n-gram", "where texts repeat their prompts")
 
     def open(self, target_folder: Path, target: ModelConfig) -> OpenDrafter:

@@ -1,6 +1,6 @@
-"""The kernel of source.py: one program for each match of each sequence, which copies how the text goes on there.
+"""The kernel of source.py: one program for each sequence, which chooses two of its best places and copies how the text goes on.
 
-Shapes: B sequences, M matches, which are paths, D tokens of a path.
+Shapes: B sequences, X places that are given, M of which the best are looked at, P = 2 paths, D tokens of a path.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.attention.kernels.tables_triton import slots_of
+from specdec.draft.join.survival import ALL, FEW, MOST, ONCE
 from specdec.draft.ngram.lookup import SHIFT, PagedTexts
 from specdec.ops.launch import chained
 
@@ -19,28 +20,50 @@ if TYPE_CHECKING:
     from specdec.draft.join.paths import Paths
 
 
+IS_ONCE, IS_ALL, IS_MOST, IS_FEW = tl.constexpr(ONCE), tl.constexpr(ALL), tl.constexpr(MOST), tl.constexpr(FEW)
+
+
+@triton.jit
+def kind_of_support(agree, total):
+    """int64: `survival.support_of`."""
+    some = tl.where(2 * agree > total, IS_MOST, IS_FEW)
+    return tl.where(agree < total, some, tl.where(total > 1, IS_ALL, IS_ONCE)).to(tl.int64)
+
+
+@triton.jit
+def path_position(key, step, last, low):
+    """int64: where the text's entry stands that follows a place by so many steps; a text that ends goes on from the place."""
+    end = tl.where(key >= 0, key & low, last - 1)
+    position = end + 1 + step % tl.maximum(last - end, 1)
+    return tl.minimum(tl.maximum(position, 0), last)
+
+
 @triton.jit(
-    do_not_specialize=["stride_row", "depth", "room", "stride_tokens", "stride_lengths"],
-    do_not_specialize_on_alignment=["page_table", "lens", "tokens", "lengths"],
+    do_not_specialize=["stride_row", "count", "depth", "room", "stride_tokens", "stride_lengths"],
+    do_not_specialize_on_alignment=["page_table", "lens", "tokens", "lengths", "support"],
 )
 def match_paths_kernel(
     page_table,  # [B, pages] int32
     lens,  # [B] int32
     text,  # [slots] int32
-    keys,  # [B, M] int64
-    tokens,  # [B, M, room] int64, with a stride between sequences
-    lengths,  # [B, M] int64, likewise
+    keys,  # [B, X] int64
+    tokens,  # [B, P, room] int64, with a stride between sequences
+    lengths,  # [B, P] int64, likewise
+    support,  # [B, P] int64, with the same one
     stride_row,
+    count,  # X
     depth,  # D
     room,
     stride_tokens,
     stride_lengths,
+    MATCHES: tl.constexpr,  # M
+    GIVEN: tl.constexpr,  # X, padded
     BITS: tl.constexpr,  # SHIFT
     PAGE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    b, p = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    b, m_M, x_X = tl.program_id(0).to(tl.int64), tl.arange(0, MATCHES), tl.arange(0, GIVEN)
     d_D = tl.arange(0, BLOCK)
     ok_D = d_D < depth
     if PDL:
@@ -48,27 +71,47 @@ def match_paths_kernel(
         tl.extra.cuda.gdc_wait()
     low = (tl.full([], 1, tl.int64) << BITS) - 1
     last = tl.maximum(tl.load(lens + b).to(tl.int64) - 1, 0)
-    keys += b * tl.num_programs(1)
-    first_key, own_key = tl.load(keys), tl.load(keys + p)
-    key = tl.where(own_key >= 0, own_key, first_key)
-    end = tl.where(first_key >= 0, key & low, last - 1)
-    position_D = end + 1 + d_D % tl.maximum(last - end, 1)
-    position_D = tl.minimum(tl.maximum(position_D, 0), last)
-    slot_D = slots_of(page_table + b * stride_row, position_D, ok_D, PAGE_SIZE)
-    token_D = tl.where(ok_D, tl.load(text + slot_D, mask=ok_D, other=0).to(tl.int64), -1)
-    tl.store(tokens + b * stride_tokens + p * room + d_D, token_D, mask=d_D < room)
-    tl.store(lengths + b * stride_lengths + p, tl.maximum(own_key >> BITS, 0))
+    page_table += b * stride_row
+    given_X = tl.load(keys + b * count + x_X, mask=x_X < count, other=-1)
+    key_M = tl.full([MATCHES], -1, tl.int64)
+    for m in tl.static_range(MATCHES):
+        best = tl.max(given_X, 0)
+        given_X = tl.where(given_X == best, -1, given_X)
+        key_M = tl.where(m_M == m, best, key_M)
+    found_M = key_M >= 0
+    length_M = tl.maximum(key_M >> BITS, 0)
+    slot_M = slots_of(page_table, path_position(key_M, 0, last, low), found_M, PAGE_SIZE)
+    first_M = tl.load(text + slot_M, mask=found_M, other=-1)
+    alike_MM = (length_M[:, None] == length_M[None, :]) & found_M[:, None] & found_M[None, :]
+    total_M = tl.sum(alike_MM.to(tl.int64), 1)
+    agree_M = tl.sum((alike_MM & (first_M[:, None] == first_M[None, :])).to(tl.int64), 1)
+    support_M = kind_of_support(agree_M, total_M)
+    rated_M = tl.where(found_M, (length_M * (MATCHES + 1) + agree_M) * MATCHES + MATCHES - m_M, -1)
+    tokens, lengths, support = tokens + b * stride_tokens, lengths + b * stride_lengths, support + b * stride_lengths
+    before = tl.full([], -1, tl.int64)
+    for p in tl.static_range(2):
+        best = tl.max(rated_M, 0)
+        is_best_M = (rated_M == best) & (best >= 0)
+        own = tl.max(tl.where(is_best_M, key_M, -1), 0)
+        key = tl.where(own >= 0, own, before)  # without a place of its own it is the first path
+        slot_D = slots_of(page_table, path_position(key, d_D, last, low), ok_D, PAGE_SIZE)
+        token_D = tl.where(ok_D, tl.load(text + slot_D, mask=ok_D, other=0).to(tl.int64), -1)
+        tl.store(tokens + p * room + d_D, token_D, mask=d_D < room)
+        tl.store(lengths + p, tl.maximum(own >> BITS, 0))
+        tl.store(support + p, tl.where(best >= 0, tl.sum(tl.where(is_best_M, support_M, 0), 0), IS_ONCE))
+        rated_M = tl.where(first_M == tl.sum(tl.where(is_best_M, first_M, 0), 0), -1, rated_M)
+        before = key
 
 
-def launch_paths(text: PagedTexts, keys_BM: Tensor, depth: int, out: Paths) -> None:
-    """`source.fill_paths`, once the places are found."""
-    (B, M), pages, (tokens_BPD, lengths_BP) = keys_BM.shape, text.pages, out[:2]
-    room = tokens_BPD.shape[2]
-    assert tokens_BPD.shape[1] == M and pages.table.stride(1) == 1 and depth <= room and keys_BM.is_contiguous()
-    assert tokens_BPD.stride()[1:] == (room, 1) and lengths_BP.stride(1) == 1
-    match_paths_kernel[(B, M)](
-        pages.table, text.lens_B, text.tokens_N, keys_BM, tokens_BPD, lengths_BP,
-        pages.table.stride(0), depth, room, tokens_BPD.stride(0), lengths_BP.stride(0),
-        BITS=SHIFT, PAGE_SIZE=pages.page_size, BLOCK=max(16, triton.next_power_of_2(room)),
-        num_warps=1, **chained(keys_BM.device),
+def launch_paths(text: PagedTexts, keys_BX: Tensor, matches: int, depth: int, out: Paths) -> None:
+    """`source.paths_of`, from keys in any order.  matches: M, how many of the best are looked at."""
+    (B, X), pages, (tokens_BPD, lengths_BP, support_BP) = keys_BX.shape, text.pages, out[:3]
+    room, given = tokens_BPD.shape[2], max(16, triton.next_power_of_2(X))
+    assert tokens_BPD.shape[1] == 2 and pages.table.stride(1) == 1 and depth <= room and keys_BX.is_contiguous()
+    assert tokens_BPD.stride()[1:] == (room, 1) and lengths_BP.stride(1) == 1 and support_BP.stride() == lengths_BP.stride()
+    match_paths_kernel[(B,)](
+        pages.table, text.lens_B, text.tokens_N, keys_BX, tokens_BPD, lengths_BP, support_BP,
+        pages.table.stride(0), X, depth, room, tokens_BPD.stride(0), lengths_BP.stride(0),
+        MATCHES=matches, GIVEN=given, BITS=SHIFT, PAGE_SIZE=pages.page_size, BLOCK=max(16, triton.next_power_of_2(room)),
+        num_warps=1 if given <= 256 else 4, **chained(keys_BX.device),
     )  # fmt: skip

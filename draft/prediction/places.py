@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from specdec.draft.join.paths import Paths
+from specdec.draft.join.survival import ALL, ONCE
 from specdec.draft.ngram.lookup import MAX_MATCH
 from specdec.ops.index import arange, use_index_kernels
 
@@ -48,7 +49,7 @@ def place_keys(rows: PredictionRows) -> Tensor:
 
 def fill_paths(rows: PredictionRows, depth: int, out: Paths) -> None:
     """Writes two paths of each row, see `PathFinder.fill`: from the best place on, and from where the answer would be, or from
-    the second best place if both are one or the prediction has ended there.
+    the second best place if both are one or the prediction has ended there.  A path from where the answer would be has support.
     """
     if use_index_kernels(rows.at_R):
         from specdec.draft.prediction.places_triton import launch_paths
@@ -67,6 +68,8 @@ def fill_paths(rows: PredictionRows, depth: int, out: Paths) -> None:
     lengths_B2 = (key_B2 >> SHIFT).clamp(min=0)
     rows.found_R.copy_(torch.where(lengths_B2[:, 0] >= LEAST, first_B, at_B))
     out.lengths_BP.copy_(lengths_B2)
+    is_in_step_B2 = (torch.stack((first_B, second_B), dim=1) == at_B[:, None]) & (key_B2 >= 0)
+    out.support_BP.copy_(ONCE + (ALL - ONCE) * is_in_step_B2.long())
     out.tokens_BPD.fill_(-1)
     positions_BPD = torch.stack((first_B, second_B), dim=1)[..., None] + arange(depth, at_B.device)
     is_there_BPD = (positions_BPD < sizes_B[:, None, None]) & (key_B2 >= 0)[..., None]

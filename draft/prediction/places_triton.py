@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.draft.ngram.lookup import MAX_MATCH
+from specdec.draft.ngram.paths_triton import IS_ALL, IS_ONCE
 from specdec.draft.prediction.places import FAR, LEAST, SHIFT
 from specdec.ops.launch import chained
 
@@ -38,17 +39,18 @@ def place_keys_of(place, ids, recent, at, size, LENGTH: tl.constexpr, BITS: tl.c
 
 
 @triton.jit
-def write_path(tokens, lengths, ids, key, place, size, depth, room, BITS: tl.constexpr, WIDTH: tl.constexpr):
+def write_path(tokens, lengths, support, ids, key, place, here, size, depth, room, BITS: tl.constexpr, WIDTH: tl.constexpr):
     d_D = tl.arange(0, WIDTH)
     is_there_D = (d_D < depth) & (place + d_D < size) & (key >= 0)
     token_D = tl.load(ids + place + d_D, mask=is_there_D, other=-1).to(tl.int64)
     tl.store(tokens + d_D, token_D, mask=d_D < room)
     tl.store(lengths, tl.maximum(key >> BITS, 0))
+    tl.store(support, tl.where((place == here) & (key >= 0), IS_ALL, IS_ONCE).to(tl.int64))
 
 
 @triton.jit(
     do_not_specialize=["stride_ids", "depth", "room", "stride_tokens", "stride_lengths"],
-    do_not_specialize_on_alignment=["tokens", "lengths"],
+    do_not_specialize_on_alignment=["tokens", "lengths", "support"],
 )
 def predicted_paths_kernel(
     ids,  # [B, X] int32
@@ -58,6 +60,7 @@ def predicted_paths_kernel(
     found,  # [B] int64
     tokens,  # [B, 2, room] int64, with a stride between rows
     lengths,  # [B, 2] int64, likewise
+    support,  # [B, 2] int64, with the same one
     stride_ids,
     depth,  # D
     room,
@@ -76,6 +79,7 @@ def predicted_paths_kernel(
     recent += b * LENGTH
     tokens += b * stride_tokens
     lengths += b * stride_lengths
+    support += b * stride_lengths
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -99,8 +103,8 @@ def predicted_paths_kernel(
         second = tl.max(place_keys_of(own, ids, recent, here, size, LENGTH, BITS, MOST), 0)
         second_place = here
     tl.store(found + b, tl.where((best >> BITS) >= SHORTEST, first_place, here))
-    write_path(tokens, lengths, ids, best, first_place, size, depth, room, BITS, WIDTH)
-    write_path(tokens + room, lengths + 1, ids, second, second_place, size, depth, room, BITS, WIDTH)
+    write_path(tokens, lengths, support, ids, best, first_place, here, size, depth, room, BITS, WIDTH)
+    write_path(tokens + room, lengths + 1, support + 1, ids, second, second_place, here, size, depth, room, BITS, WIDTH)
 
 
 @triton.jit(do_not_specialize=["emitted", "stride_tokens"])
@@ -131,11 +135,12 @@ def follow_kernel(
 
 def launch_paths(rows: PredictionRows, depth: int, out: Paths) -> None:
     """`places.fill_paths`."""
-    (tokens_BPD, lengths_BP), B = out[:2], rows.at_R.shape[0]
+    (tokens_BPD, lengths_BP, support_BP), B = out[:3], rows.at_R.shape[0]
     room = tokens_BPD.shape[2]
     assert tokens_BPD.stride()[1:] == (room, 1) and lengths_BP.stride(1) == 1 and depth <= room
+    assert support_BP.stride() == lengths_BP.stride()
     predicted_paths_kernel[(B,)](
-        *rows.tensors(), tokens_BPD, lengths_BP,
+        *rows.tensors(), tokens_BPD, lengths_BP, support_BP,
         rows.ids_RX.stride(0), depth, room, tokens_BPD.stride(0), lengths_BP.stride(0),
         LENGTH=MAX_MATCH, BITS=SHIFT, MOST=FAR, SHORTEST=LEAST, SIZE=BLOCK, WIDTH=max(16, triton.next_power_of_2(room)),
         num_warps=8, **chained(tokens_BPD.device),

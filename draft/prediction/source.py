@@ -48,6 +48,9 @@ class Predicted(PathSource):
     step = PREDICTION
     description = "predictions of requests"
 
+    def row_bytes(self, positions: int) -> int:
+        return positions * torch.int32.itemsize
+
     def finder(self, context: DrafterContext) -> PredictionFinder:
         return PredictionFinder(context)
 
@@ -110,6 +113,12 @@ class PredictionFinder(PathFinder):
     def extend(self, state: BatchState, new: NewTokens) -> None:
         if self.rows is not None:
             follow(self.rows.narrow(state.rows), new.tokens_BE, (new.last_B + 1) * state.active_B)
+
+    def keep(self, state: BatchState, new: NewTokens) -> None:
+        """No draft has looked for a place: the answer goes on from where it was."""
+        if self.rows is not None:
+            self.rows.found_R.copy_(self.rows.at_R)
+            self.extend(state, new)
 
     def prefill(self, state: BatchState, prompts: RaggedPrompts, first_B: Tensor) -> None:
         """The answer's first token, or of a request that had a row before, its last one."""

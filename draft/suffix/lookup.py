@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from specdec.draft.join.survival import ONCE, support_of
 from specdec.draft.ngram.lookup import MAX_MATCH, PagedTexts
 from specdec.draft.suffix.device_table import DeviceTable
 from specdec.draft.suffix.host_table import NO_TOKEN
@@ -29,10 +30,13 @@ MISSING = -2  # before a text's first token; no table holds it
 class Continuations(NamedTuple):
     """tokens_BMR: int64, -1 after the end of a text or D tokens, and all of it where there is no match.
     lengths_BM: int64, how many tokens before the continuation equal the row's last ones; 0: there is no match.
+    support_BM: int64, how many of the places that are looked at go on alike, of those that match as long; see
+        `survival.support_of`.
     """
 
     tokens_BMR: Tensor
     lengths_BM: Tensor
+    support_BM: Tensor
 
 
 def find_continuations(table: DeviceTable, text: PagedTexts, keys_B: Tensor, depth: int, out: Continuations) -> None:
@@ -62,6 +66,10 @@ def find_continuations(table: DeviceTable, text: PagedTexts, keys_B: Tensor, dep
     out.tokens_BMR.fill_(NO_TOKEN)
     out.tokens_BMR[..., :depth] = torch.where(is_found_BM[..., None], tokens_BMD, NO_TOKEN)
     out.lengths_BM.copy_(torch.where(is_found_BM, lengths_BW.gather(1, chosen_BM), 0))
+    alike_BWW = (lengths_BW[:, :, None] == lengths_BW[:, None]) & is_place_BW[:, :, None] & is_place_BW[:, None]
+    agree_BWW = alike_BWW & (steps_BWV[:, :, None, 0] == steps_BWV[:, None, :, 0])
+    support_BW = support_of(agree_BWW.sum(-1), alike_BWW.sum(-1))
+    out.support_BM.copy_(torch.where(is_found_BM, support_BW.gather(1, chosen_BM), ONCE))
 
 
 def last_tokens(text: PagedTexts) -> Tensor:

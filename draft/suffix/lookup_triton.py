@@ -14,6 +14,7 @@ from torch import Tensor
 
 from specdec.attention.kernels.tables_triton import slots_of
 from specdec.draft.ngram.lookup import MAX_MATCH, PagedTexts
+from specdec.draft.ngram.paths_triton import IS_ONCE, kind_of_support
 from specdec.draft.suffix.device_table import DeviceTable
 from specdec.draft.suffix.host_table import MAX_SCOPES
 from specdec.draft.suffix.lookup import CONTINUATIONS, VOTES, WINDOW
@@ -50,6 +51,7 @@ def continuations_kernel(
     table_half,  # [1] int32
     tokens,  # [B, M, R] int64
     lengths,  # [B, M] int64
+    support,  # [B, M] int64
     stride_row,
     span,
     capacity,  # N
@@ -113,7 +115,9 @@ def continuations_kernel(
         alike_W = alike_W & (token_W == last)
         length_W += alike_W.to(tl.int32)
     equal_WW = length_W[:, None] == length_W[None, :]
-    goes_on_W, votes_W = is_place_W, tl.zeros([WINDOW], tl.int32)
+    equal_WW = equal_WW & is_place_W[:, None] & is_place_W[None, :]
+    total_W = tl.sum(equal_WW.to(tl.int32), 1)
+    goes_on_W, votes_W, agree_W = is_place_W, tl.zeros([WINDOW], tl.int32), tl.zeros([WINDOW], tl.int32)
     first_W = tl.zeros([WINDOW], tl.int32)
     for step in tl.static_range(VOTES):
         at_W = place_W + step
@@ -123,8 +127,11 @@ def continuations_kernel(
             first_W = token_W
         equal_WW = equal_WW & (token_W[:, None] == token_W[None, :])
         votes_W += tl.sum(equal_WW.to(tl.int32), 1)
+        if step == 0:
+            agree_W = votes_W
     rated_W = (length_W * (WINDOW * VOTES + 1) + votes_W) * WINDOW + (WINDOW - 1 - w_W)
     rated_W = tl.where(length_W > 0, rated_W, -1)
+    support_W = kind_of_support(agree_W, total_W)
 
     d_D = tl.arange(0, BLOCK)
     for m in tl.static_range(2):
@@ -135,6 +142,8 @@ def continuations_kernel(
         is_over_D = tl.cumsum((token_D < 0).to(tl.int32), 0) > 0
         tl.store(tokens + b * stride_tokens + m * room + d_D, tl.where(is_over_D, -1, token_D).to(tl.int64), mask=d_D < room)
         tl.store(lengths + b * stride_lengths + m, tl.sum(tl.where(is_best_W, length_W, 0), 0).to(tl.int64))
+        kind = tl.where(best >= 0, tl.sum(tl.where(is_best_W, support_W, 0), 0), IS_ONCE)
+        tl.store(support + b * stride_lengths + m, kind)
         chosen = tl.sum(tl.where(is_best_W, first_W, 0), 0)
         rated_W = tl.where(first_W == chosen, -1, rated_W)
 
@@ -143,17 +152,18 @@ def launch_continuations(
     table: DeviceTable, text: PagedTexts, keys_B: Tensor, depth: int, out: Continuations, looks: int = LOOKS
 ) -> None:  # fmt: skip
     """`lookup.find_continuations`.  looks: LOOKS, or fewer in tests."""
-    pages, (tokens_BMR, lengths_BM), device = text.pages, out, keys_B.device
+    pages, (tokens_BMR, lengths_BM, support_BM), device = text.pages, out, keys_B.device
     B, M, room = tokens_BMR.shape
     assert M == CONTINUATIONS == 2 and pages.table.stride(1) == 1 and keys_B.is_contiguous() and depth <= room
-    assert tokens_BMR.stride()[1:] == (room, 1) and lengths_BM.stride(1) == 1
+    assert tokens_BMR.stride()[1:] == (room, 1) and lengths_BM.stride(1) == 1 and support_BM.stride() == lengths_BM.stride()
     steps, left = 1, table.capacity
     while left > 0:  # each step leaves the places between two looks
         steps, left = steps + 1, left // (looks + 1)
     continuations_kernel[(B,)](
         pages.table, text.lens_B, text.tokens_N, keys_B, table.text_2N, table.order_2N, table.keys_2S, table.bounds_2S2,
-        table.half_1, tokens_BMR, lengths_BM, pages.table.stride(0), pages.capacity if text.span is None else text.span,
-        table.capacity, depth, room, tokens_BMR.stride(0), lengths_BM.stride(0), steps,
+        table.half_1, tokens_BMR, lengths_BM, support_BM, pages.table.stride(0),
+        pages.capacity if text.span is None else text.span, table.capacity, depth, room, tokens_BMR.stride(0),
+        lengths_BM.stride(0), steps,
         SCOPES=MAX_SCOPES, QUERY=MAX_MATCH, LOOKS=looks, WINDOW=WINDOW, VOTES=VOTES, PAGE_SIZE=pages.page_size,
         BLOCK=max(16, triton.next_power_of_2(room)), num_warps=4, **chained(device),
     )  # fmt: skip

@@ -15,9 +15,10 @@ from specdec.batch.state import BatchState
 from specdec.batch.transfer import to_device
 from specdec.draft.drafter import DrafterContext, Rows
 from specdec.draft.join.paths import Paths
-from specdec.draft.join.source import PathFinder, PathSource
+from specdec.draft.join.source import PathFinder, PathSource, TextKeeper
 from specdec.draft.join.survival import PathClass
 from specdec.draft.suffix.device_table import DeviceTable
+from specdec.draft.suffix.host_table import TOKEN_BYTES
 from specdec.draft.suffix.lookup import Continuations, find_continuations
 from specdec.draft.suffix.texts import ALL_ROWS
 from specdec.steps import RowEntry
@@ -39,6 +40,7 @@ class TableSource(PathSource):
     def __init__(self, name: TableName, description: str, capacity: int, by_scope: bool) -> None:
         self.name, self.description, self.by_scope = name, description, by_scope
         self.tables: Mapping[TableName, int] = {name: capacity}
+        self.table_bytes = capacity * TOKEN_BYTES
         self.table: DeviceTable | None = None
 
     def load(self, device: torch.device) -> None:
@@ -61,15 +63,15 @@ class TableFinder(PathFinder):
     """Looks rows' last tokens up in a table."""
 
     rows: ScopeRows
-    own_texts: PathFinder
+    own_texts: TextKeeper
 
     def __init__(self, table: DeviceTable, context: DrafterContext, by_scope: bool) -> None:
         self.table, self.by_scope = table, by_scope
         keys_R = torch.full((context.rows,), 0 if by_scope else ALL_ROWS, dtype=torch.int64, device=context.device)
         self.rows = ScopeRows(keys_R)
 
-    def follow(self, first: PathFinder) -> None:
-        self.own_texts = first
+    def follow(self, texts: TextKeeper) -> None:
+        self.own_texts = texts
 
     def enter(self, entries: Sequence[RowEntry]) -> None:
         if self.by_scope:
@@ -89,4 +91,4 @@ class TableFinder(PathFinder):
 
     def fill(self, state: BatchState, depth: int, out: Paths) -> None:
         keys_B, text = self.rows.narrow(state.rows).keys_R, self.own_texts.text(state)
-        find_continuations(self.table, text, keys_B, depth, Continuations(out.tokens_BPD, out.lengths_BP))
+        find_continuations(self.table, text, keys_B, depth, Continuations(*out[:3]))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from specdec.draft.tree.expand import Candidates
 
 
-@triton.jit(do_not_specialize=["stride_b", "count", "num_nodes"])
+@triton.jit(do_not_specialize=["stride_b", "count", "num_nodes", "stride_root"], do_not_specialize_on_alignment=["root"])
 def best_nodes_kernel(
     candidate_tokens,  # [B, C] int64
     candidate_scores,  # [B, C] float32
@@ -31,9 +31,12 @@ def best_nodes_kernel(
     tokens,  # [B, N] int64
     parents,  # [B, N] int64
     scores,  # [B, N] float32
+    sources,  # [B, N] int64 if BITS
     stride_b,
     count,  # candidates
     num_nodes,  # N
+    stride_root,
+    BITS: tl.constexpr,  # how many bits of a candidate's token are the token, if its sources stand above; 0: all
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -67,23 +70,30 @@ def best_nodes_kernel(
     scores += b * num_nodes
     tl.store(scores + node_C, score_C, mask=chosen_C)
     tl.store(scores, 0.0)
+    if BITS:
+        tl.store(sources + b * num_nodes + node_C, token_C >> BITS, mask=chosen_C)
+        tl.store(sources + b * num_nodes, tl.zeros([], tl.int64))
+        token_C = token_C & ((tl.full([], 1, tl.int64) << BITS) - 1)
     tl.store(tokens + node_C, token_C, mask=chosen_C)
     tl.store(parents + node_C, above_node_C.to(tl.int64), mask=chosen_C)
-    tl.store(tokens, tl.load(root + b))
+    tl.store(tokens, tl.load(root + b * stride_root))
     tl.store(parents, tl.zeros([], tl.int64))
 
 
-def launch_best_nodes(candidates: Candidates, root_B: Tensor, num_nodes: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`build_tree.best_nodes`: (tokens_BN, parents_BN), int64, and scores_BN, float32."""
+def launch_best_nodes(
+    candidates: Candidates, root_B: Tensor, num_nodes: int, bits: int = 0
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """`build_tree.best_nodes`: (tokens_BN, parents_BN), int64, scores_BN, float32, and with `bits` sources_BN, int64."""
     B, C = candidates.scores_BC.shape
-    assert num_nodes - 1 <= C and root_B.is_contiguous()
+    assert num_nodes - 1 <= C
     tokens_BN, parents_BN = (torch.empty(B, num_nodes, dtype=torch.int64, device=root_B.device) for _ in range(2))
     scores_BN = torch.empty(B, num_nodes, dtype=torch.float32, device=root_B.device)
+    sources_BN = torch.empty_like(tokens_BN) if bits else None
     block = max(32, triton.next_power_of_2(C))
     best_nodes_kernel[(B,)](
         candidates.tokens_BC, candidates.scores_BC, candidates.parents_BC, root_B, tokens_BN, parents_BN,
-        scores_BN,
-        candidates.scores_BC.stride(0), C, num_nodes,
-        BLOCK=block, num_warps=max(1, min(16, block // 256)), **chained(root_B.device),
+        scores_BN, tokens_BN if sources_BN is None else sources_BN,
+        candidates.scores_BC.stride(0), C, num_nodes, root_B.stride(0),
+        BITS=bits, BLOCK=block, num_warps=max(1, min(16, block // 256)), **chained(root_B.device),
     )  # fmt: skip
-    return tokens_BN, parents_BN, scores_BN
+    return tokens_BN, parents_BN, scores_BN, sources_BN

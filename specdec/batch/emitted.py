@@ -10,15 +10,17 @@ Y = X + k numbers of a token.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from specdec.batch.tree import DraftTree
-from specdec.generation import Logprobs, NodeTable
+from specdec.generation import Emitted, Logprobs, NodeTable
+from specdec.limits import MAX_LOGPROBS
+from specdec.ops.index import use_index_kernels
 from specdec.parallel.vocabulary import Vocabulary
-from specdec.steps import Emitted
 
 
 class NewTokens(NamedTuple):
@@ -51,9 +53,9 @@ class EmittedRows(NamedTuple):
     num_sources: int = 0
 
     @classmethod
-    def empty(cls, rows: int, places: int, device: torch.device) -> EmittedRows:
+    def empty(cls, rows: int, places: int, device: torch.device, num_sources: int = 0) -> EmittedRows:
         """Memory to be written through the views."""
-        return cls(torch.empty(rows, places + 3, dtype=torch.int64, device=device))
+        return cls(torch.empty(rows, places + 3 + num_sources, dtype=torch.int64, device=device), num_sources)
 
     @classmethod
     def of(cls, accepted_B: Tensor, tokens_BE: Tensor, best_B2: Tensor) -> EmittedRows:
@@ -70,6 +72,10 @@ class EmittedRows(NamedTuple):
     @property
     def best_B2(self) -> Tensor:
         return self.numbers_BX[:, self._end - 2 : self._end]
+
+    @property
+    def sources_BD(self) -> Tensor:
+        return self.numbers_BX[:, self._end :]
 
     @property
     def _end(self) -> int:
@@ -109,10 +115,12 @@ class FirstTokens(NamedTuple):
     tokens_B: int64, and more rows with padding; -1 if the target's logits are not finite.  Of a part whose next token is known
         it is that token.  Values of padding mean nothing.
     logprobs_BY: of these tokens, see `token_logprobs`; None if they were not asked for.
+    scores_RY: of the tokens of all scored parts, one part after the other (see PromptPart); None: no part is scored.
     """
 
     tokens_B: Tensor
     logprobs_BY: Tensor | None = None
+    scores_RY: Tensor | None = None
 
     @staticmethod
     def read(tokens_B: Tensor, wanted: Sequence[bool]) -> list[Emitted]:
@@ -128,7 +136,8 @@ def token_logprobs(logits_RW: Tensor, tokens_R: Tensor, top: int, vocabulary: Vo
     """
     wanted_RX = tokens_R[:, None]
     if top:
-        wanted_RX = torch.cat((wanted_RX, vocabulary.top(logits_RW, min(top, vocabulary.size))[1]), dim=1)
+        likeliest = vocabulary.top if top <= MAX_LOGPROBS else vocabulary.best  # the kernels are for few
+        wanted_RX = torch.cat((wanted_RX, likeliest(logits_RW, min(top, vocabulary.size))[1]), dim=1)
     local_RX, own_RX = wanted_RX - vocabulary.first, torch.zeros_like(wanted_RX, dtype=torch.float32)
     if vocabulary.own:
         is_own_RX = (local_RX >= 0) & (local_RX < vocabulary.own)
@@ -146,10 +155,20 @@ def read_logprobs(numbers_Y: Tensor) -> list[list[Logprobs]]:
     return [list(map(Logprobs._make, zip(*row, strict=True))) for row in zip(values, ids, strict=True)]
 
 
+def read_scores(numbers_RY: Tensor, counts: Sequence[int]) -> list[list[Logprobs]]:
+    """Those of each part of a chunk, of FirstTokens.scores_RY.  numbers_RY: on the host.  counts: how many each part has."""
+    every = iter(each for (each,) in read_logprobs(numbers_RY))
+    return [list(islice(every, count)) for count in counts]
+
+
 def tree_numbers(tree: DraftTree, chosen_BN: Tensor) -> Tensor:
     """[B, 5, N] int64: of each node its token, its parent, the target's token after it, its sources as bits, which are 0 where
     there is one source, and the bits of its score, a float64 number, which is NaN where the drafter makes no estimate.
     """
+    if use_index_kernels(chosen_BN):
+        from specdec.batch.trees.numbers_triton import launch_tree_numbers
+
+        return launch_tree_numbers(tree, chosen_BN)
     scores_BN = torch.full_like(chosen_BN, torch.nan, dtype=torch.float32) if tree.scores_BN is None else tree.scores_BN
     sources_BN = torch.zeros_like(chosen_BN) if tree.sources_BN is None else tree.sources_BN
     scores_BN = scores_BN.double().view(torch.int64)

@@ -7,7 +7,8 @@ Shapes: B sequences, N rows of logits of each, R = B * N, W a run of the vocabul
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +25,15 @@ class BitMasks(NamedTuple):
 
     words_GNX: Tensor
     place_B: Tensor
+
+
+def masks_of_text(matcher: Any, token_ids: Sequence[int], vocab_size: int) -> Tensor:
+    """int32 [places, X]: what a grammar allows at each place of a text.  matcher: at the text's beginning."""
+    masks_IX = torch.empty(len(token_ids), -(-vocab_size // 32), dtype=torch.int32, device="cpu")
+    for place, token in enumerate(token_ids):
+        matcher.fill(masks_IX[place : place + 1].numpy())
+        matcher.take([token])
+    return masks_IX
 
 
 def masked_logits(logits_RW: Tensor, masks: BitMasks, first: int = 0) -> Tensor:

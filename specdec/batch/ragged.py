@@ -90,6 +90,22 @@ def flat_chunk(parts: Sequence[PromptPart], shape: ChunkShape, spare_row: int, *
     return flat
 
 
+class ScoredTokens(NamedTuple):
+    """The tokens of scored parts (see PromptPart).  rows_R: int64, which of the chunk's T tokens.  top: see RunChunk.tops."""
+
+    rows_R: Tensor
+    top: int
+
+
+def scored_places(parts: Sequence[PromptPart]) -> list[int]:
+    """The places among a chunk's tokens of those after which a scored token comes."""
+    places, at = list[int](), 0
+    for part in parts:
+        places += range(at, at + part.num_scores)
+        at += len(part.token_ids)
+    return places
+
+
 @dataclass(frozen=True)
 class RaggedPrompts:
     """A chunk of prompts on the device.

@@ -5,12 +5,15 @@ Shapes: B sequences, N nodes (the root is node 0; a parent comes before its chil
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from specdec.generation import NOBODY
 from specdec.ops.index import predecessors
+
+NEVER = -2  # in place of a token; -1 is what a target without finite logits chooses
 
 
 @dataclass(frozen=True)
@@ -23,8 +26,8 @@ class DraftTree:
     is_chain: whether node n's parent is node n - 1 in every sequence, so nodes are in order of position; known to the host.
     scores_BN: float32, for each node the logarithm of its survival, as its drafter estimates it: of the probability that it is
         accepted.  The root's is 0, and a node's is at most its parent's.  None: the drafter makes no estimate.
-    sources_BN: int64, a bit for each source that proposed the node, see DraftModel.sources; 0 for the root, and where a grammar
-        did.  None: there is one source.
+    sources_BN: int64, a bit for each source that proposed the node, see DraftModel.sources; NOBODY where the row does without
+        them; 0 for the root, and where a grammar did.  None: there is one source.
 
     Depths and masks follow from the parents, and are computed when they are asked for.  Kernels walk the parents instead.
     """
@@ -73,6 +76,23 @@ class DraftTree:
             is_it_BNN = same_BNN & (drafted.parents_BN[:, None] == above_BN[..., None])
             there_BN = torch.where(nodes_N > 0, torch.where(is_it_BNN, nodes_N, -1).amax(-1), 0)
         self.sources_BN.copy_(torch.where(there_BN > 0, drafted.sources_BN.gather(1, there_BN.clamp(min=0)), 0))
+
+    def without(self, allowed_B: Tensor) -> DraftTree:
+        """The tree of rows that do without some sources: nodes that these alone propose are nobody's.
+
+        allowed_B: int64, the bits of the sources that each row has.
+        """
+        assert self.sources_BN is not None
+        sources_BN = self.sources_BN & allowed_B[:, None]
+        is_left_BN = (sources_BN == 0) & (self.sources_BN != 0)
+        return replace(self, sources_BN=sources_BN.masked_fill(is_left_BN, NOBODY))
+
+    @property
+    def to_accept(self) -> DraftTree:
+        """The tree as acceptance is to see it: nobody's nodes hold a token that a target never chooses."""
+        if self.sources_BN is None:
+            return self
+        return replace(self, tokens_BN=self.tokens_BN.masked_fill(self.sources_BN >= NOBODY, NEVER))
 
     @classmethod
     def chain(cls, tokens_BN: Tensor) -> DraftTree:

@@ -143,11 +143,11 @@ class BenchOptions:
     @property
     def joins(self) -> bool:
         """Whether trees have several sources."""
-        return isinstance(self.draft, list | tuple) and len(self.draft) > 1
+        return (isinstance(self.draft, list | tuple) and len(self.draft) > 1) or self.engine.corpus is not None
 
     def resolved(self, spec: SpecConfig) -> SpecConfig:
         """The shape that rounds have: where matches join a drafter, with all the levels that these may reach."""
-        return spec.joined if self.joins and not spec.is_auto else spec
+        return spec.joined if self.joins else spec
 
     @property
     def work(self) -> list[tuple[int, SpecConfig | None]]:
@@ -205,7 +205,7 @@ def run_bench(options: BenchOptions, on_progress: Progress = lambda *_: None) ->
     """Every batch size with every tree shape."""
     laps = Laps()
     on_progress("loading", 0, 1)
-    tokenizer = Tokenizer(resolve_target(options.target, "target"))
+    tokenizer = Tokenizer(resolve_target(options.target, "target"), options.engine.chat_template)
     asked, sampling = (options.taken, options.prompts_source, options.target), options.effective_sampling
     prompts = encode_prompts(*asked, tokenizer, sampling, options.engine, chat=options.chat)
     with start_ranks(options.engine) as ranks, closing(ranks):

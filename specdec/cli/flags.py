@@ -10,12 +10,12 @@ from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-from specdec.checks import nearest_name, read_some
+from specdec.checks import nearest_name, read_some, setting_of
 from specdec.cli.terminal.output import complain
 from specdec.config import SAMPLING_OPTIONS, SamplingParams, SpecConfig, idle_options
 from specdec.draft.kind import Draft
 from specdec.draft.kinds import listed
-from specdec.options import EngineOptions, setting_of
+from specdec.options import EngineOptions
 
 SPEC_HELP = (
     "shape of the draft tree: levels, branches, nodes; nd may be left out, S may be auto; a fourth number is the deepest level "

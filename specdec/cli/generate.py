@@ -128,8 +128,10 @@ def _screen(decoder: SpecDecoder, prompt: str, asked: Any, sampling: SamplingPar
     from specdec.cli.terminal.screen import Screen
 
     goes_on = isinstance(asked, str) and decoder.model.config.encoder is None
-    prompt_ids = decoder.new_request(decoder.encode(asked), sampling.of_choice(0)).prompt_ids
-    return Screen(prompt, goes_on, decoder.tokenizer.decode, prompt_ids, is_plain=decoder.head is None)
+    request = decoder.new_request(decoder.encode(asked), sampling.of_choice(0))
+    is_plain = decoder.head is None
+    sources = [name for name in request.source_names if name != "prediction" or request.prediction_ids]
+    return Screen(prompt, goes_on, decoder.tokenizer.decode, request.prompt_ids, is_plain, sources)
 
 
 def _stream(

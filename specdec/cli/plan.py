@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from specdec.checks import bytes_of
+from specdec.checks import bytes_of, setting_of
 from specdec.cli.flags import SPEC_HELP, StoreOnce, add_draft_flag, add_option_flags, not_empty, pair_of, tree_shape
 from specdec.cli.terminal.output import console
 from specdec.cli.terminal.waiting import over
-from specdec.options import EngineOptions, setting_of
+from specdec.options import EngineOptions
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,7 +23,7 @@ HELP = "what memory a pair takes on a GPU, and which context and batch fit"
 # Engine options that have the same flags here as in other commands.
 USED = (
     "dtype", "quantize", "pack_weights", "kv_cache_dtype", "kv_cache_memory", "page_size", "tensor_parallel_size",
-    "expert_parallel", "draft_format", "draft_pickle", "draft_quantize",
+    "expert_parallel", "draft_format", "draft_pickle", "draft_quantize", "audit", "audit_max_tokens",
 )  # fmt: skip
 # What is planned for where no GPU is there and none is named: the memory that makers say, which drivers round up.
 USUAL = {

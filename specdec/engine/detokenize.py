@@ -130,15 +130,15 @@ class StopStrings:
                 return size
         return 0
 
-    def find(self, text: str, seen: int) -> int | None:
-        """Where the first stop string begins that ends after the first `seen` characters; None: there is none."""
-        begins = (
-            end - size
+    def find(self, text: str, seen: int) -> tuple[int, int] | None:
+        """Where the first stop string begins and ends that ends after the first `seen` characters; None: there is none."""
+        found = (
+            (end - size, end)
             for end in range(seen + 1, len(text) + 1)
             for size in self._sizes[: bisect_right(self._sizes, end)]
             if text[end - size : end] in self._stops
         )
-        return min(begins, default=None)
+        return min(found, default=None)
 
 
 def _is_context(text: str) -> bool:

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Protocol
 
 from specdec.engine.loop import Engine
 from specdec.engine.output_queue import OutputQueue
@@ -27,6 +27,16 @@ from specdec.tables.steps import TableStep
 # can run any more: most often the GPU has failed, after which every call to it fails.  The same holds of errors that end no
 # request: the next step would raise them again, for ever.
 MAX_UNCLEAN_STEPS = 3
+
+
+class IdleWork(Protocol):
+    """What the thread does while no request is there.  has_work: whether there is anything."""
+
+    @property
+    def has_work(self) -> bool: ...
+
+    def work(self, engine: Engine[Any], is_wanted: Callable[[], bool]) -> None:
+        """A part of it, which should end soon after the thread is wanted for something else."""
 
 
 _threads: weakref.WeakSet[EngineThread] = weakref.WeakSet()
@@ -55,7 +65,8 @@ class EngineThread:
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._output_queues: dict[Request, OutputQueue] = {}
         self._ended: deque[Request] = deque()
-        engine.scheduler.on_end = self._note_end
+        self.idle_work: IdleWork | None = None
+        engine.scheduler.on_enter, engine.scheduler.on_end = self._note_entry, self._note_end
         self._unclean = 0
         self._thread: threading.Thread | None = None
         self._is_served = threading.Lock()  # held by the thread that serves the engine
@@ -118,6 +129,19 @@ class EngineThread:
             return False
         self.bring_tables(())
         return True
+
+    def set_drafting(self, enabled: bool) -> None:
+        """Whether anything is drafted, from the next step on.  What runs goes on plainly, and drafts no more if it is enabled
+        again; the texts are the same.
+        """
+
+        def change() -> None:
+            self.engine.scheduler.speculation.is_stopped = not enabled
+
+        with self._door:
+            if not self.is_closed and not self.is_fork:
+                self._commands.put(change)
+                self._start()
 
     def settle(self) -> None:
         """Waits until everything that was put before, cancellations for example, has been carried out."""
@@ -191,7 +215,7 @@ class EngineThread:
         with suppress(RuntimeError):  # Python is about to end, and starts no thread any more
             self._begin()
         while not self.is_closed:
-            command = None if self._output_queues else self._commands.get()
+            command = None if self._output_queues or self._has_idle_work else self._commands.get()
             with self.turn:
                 try:
                     self._turn(command)
@@ -214,6 +238,16 @@ class EngineThread:
         if self._output_queues and not self.is_closed:
             self._guarded(self.engine.step)
             self._deliver()
+        elif self._has_idle_work and not self.is_closed:
+            self._guarded(self._work_idle)
+
+    @property
+    def _has_idle_work(self) -> bool:
+        return self.idle_work is not None and self.failure is None and self.engine.is_idle and self.idle_work.has_work
+
+    def _work_idle(self) -> None:
+        assert self.idle_work is not None
+        self.idle_work.work(self.engine, lambda: self.is_closed or not self._commands.empty())
 
     def _add(self, queues: list[OutputQueue]) -> None:
         for queue in queues:
@@ -279,6 +313,11 @@ class EngineThread:
                 queue.collect(now, totals)
             except Exception:  # the caller has gone without a word: its event loop is closed, for example
                 self.cancel(queue.request)
+
+    def _note_entry(self, request: Request) -> None:
+        """Counts how long a request has waited.  Whoever steps the engine alone has no queue."""
+        if (queue := self._output_queues.get(request)) is not None:
+            queue.entered(time.monotonic(), self.engine.scheduler.totals)
 
     def _note_end(self, request: Request) -> None:
         """Remembers a request that has ended within the step under way.  Whoever steps the engine alone has no queue."""

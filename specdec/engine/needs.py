@@ -8,10 +8,11 @@ from operator import or_
 from typing import NamedTuple
 
 from specdec.config import SAMPLING_OPTIONS, SamplingParams, changed_options
-from specdec.limits import MAX_BAD_WORD_TOKENS, MAX_LOGPROBS
+from specdec.grammar.wait import Wait
+from specdec.limits import MAX_BAD_WORD_TOKENS, MAX_LOGPROBS, MOST_LOGPROBS
 from specdec.steps import Grammar, Needs, RowOptions, TokenRules
 
-TOPS = (0, 5, MAX_LOGPROBS)  # numbers of likeliest tokens for which graphs are captured
+TOPS = (0, 5, MAX_LOGPROBS, 64, 256, MOST_LOGPROBS)  # numbers of likeliest tokens for which graphs are captured
 MAX_NEEDS = 16  # combinations for which graphs are captured; a batch with any further one runs every step that ever occurred
 
 
@@ -47,7 +48,7 @@ class RowChoice(NamedTuple):
         steps = _steps_of_numbers(sampling) | ({"grammar"} if grammar else set()) | ({"processed"} if is_processed else set())
         others = {"bias": bias, "bad_words": phrases, "ends": ends and sampling.min_tokens}
         steps |= {step for step, value in others.items() if value}
-        logprobs = 0 if sampling.logprobs is None else 1 + min(top for top in TOPS if top >= sampling.logprobs)
+        logprobs = 0 if sampling.logprobs is None else 1 + tops_for(sampling.logprobs)
         needs = Needs.of(*steps, logprobs=logprobs, trees=trees)
         own = {name: getattr(sampling, name) for name, declared in SAMPLING_OPTIONS.items() if declared.column}
         first_end = len(prompt_ids) + sampling.min_tokens
@@ -59,9 +60,19 @@ class RowChoice(NamedTuple):
         rules = TokenRules(tuple(seen) if needs.history else (), tuple(bias.items()), phrases, banned)
         return cls(options, rules, needs, grammar)
 
+    def waiting(self, wait: Wait) -> RowChoice:
+        """The same of a row whose grammar begins to hold later."""
+        assert self.grammar is not None
+        return self._replace(grammar=self.grammar._replace(wait=wait))
+
     def with_steps(self, *steps: str) -> RowChoice:
         """The same of a row that needs more of drafts."""
         return self._replace(needs=union((self.needs, Needs.of(*steps))))
+
+
+def tops_for(count: int) -> int:
+    """How many likeliest tokens are computed where so many are wanted."""
+    return min(top for top in TOPS if top >= count)
 
 
 def _steps_of_numbers(sampling: SamplingParams) -> set[str]:

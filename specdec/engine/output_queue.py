@@ -25,16 +25,22 @@ class OutputQueue:
     def __init__(self, request: Request, wake: Callable[[], None], submitted: float) -> None:
         self.request, self.wake = request, wake
         self.is_done = False
-        self._last, self._seen = submitted, 0
+        self._submitted, self._last, self._seen = submitted, submitted, 0
         self._chunks: deque[Chunk] = deque()
+
+    def entered(self, now: float, totals: Totals) -> None:
+        """The request has got its first row and pages: the time that it waited is counted.  now, totals: see `collect`."""
+        totals.queue.add(now - self._submitted)
 
     def collect(self, now: float, totals: Totals) -> None:
         """Puts what the request has written since the last call, and whether it has ended.  Between two steps, by their thread.
 
-        now: the present time in seconds.  totals: gets the times between tokens.
+        now: the present time in seconds.  totals: gets the times of tokens and of requests that have ended.
         """
         self._count(now, totals)
         has_news = self.request.is_done
+        if has_news:
+            totals.request.add(now - self._submitted)
         if self.request.streaming:
             chunk = self.request.next_chunk()
             if chunk.token_ids or chunk.text:
@@ -70,4 +76,5 @@ def joined(chunks: Sequence[Chunk]) -> Chunk:
     sources = [source for chunk in chunks for source in chunk.sources]
     rounds = None if chunks[0].rounds is None else [each for chunk in chunks for each in chunk.rounds or ()]
     text = "".join(chunk.text for chunk in chunks)
-    return Chunk(text, ids, origins, None if chunks[0].logprobs is None else logprobs, sources, rounds)
+    own = None if chunks[0].logprobs is None else logprobs
+    return Chunk(text, ids, origins, own, sources, rounds, chunks[0].prompt_logprobs)

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from itertools import islice
 from math import inf
 
-from specdec.config import SamplingParams
+from specdec.config import SamplingParams, SpecConfig
 from specdec.engine.chunks import PromptRest
 from specdec.engine.needs import RowChoice
 from specdec.engine.trim import Trimmer
-from specdec.generation import Chunk, Generation, Logprobs, Round, Stats, TokenLogprob, source_name
-from specdec.steps import Emitted, EncoderInput, Grammar, PromptPart
+from specdec.generation import Chunk, Emitted, Generation, Logprobs, Round, Stats, TokenLogprob, source_name
+from specdec.steps import EncoderInput, Grammar, PromptPart
 
 LeftAfter = Callable[[Grammar | None, Sequence[int]], tuple[list[int], str]]
 
@@ -22,6 +22,7 @@ class Request:
     """A request; two requests are equal only if they are the same object.
 
     origins, sources, logprobs: of the output's tokens: see Generation; no logprobs where the request did not ask for them.
+    scores: of the prompt's tokens after the first one, as far as chunks have brought them, where the request asked for them.
     source_names: what the bits of Emitted.sources stand for.  rounds: see Generation; None where nobody asked for trees.
     left_after: the tokens that a grammar allows after an output (without one, all), and what its library said if it failed
         there; for errors.
@@ -45,9 +46,12 @@ class Request:
     origins: list[int] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    scores: list[TokenLogprob] = field(default_factory=list)
     rounds: list[Round] | None = None
     left_after: LeftAfter | None = None
+    shape: SpecConfig | None = None  # of the trees that it asks for, as rounds name it; None: it takes any
     scope: int = 0  # the key of those whose earlier answers it may be proposed, as they may be this one's; 0: nobody's
+    cache_salt: str | None = None  # of those with which it may share pages of the prefix cache
     _unread: int = 0
     _unread_rounds: int = 0
 
@@ -68,8 +72,10 @@ class Request:
         source_names: tuple[str, ...] = ("drafter",),
         scope: int = 0,
         trees: bool = False,
+        shape: SpecConfig | None = None,
+        cache_salt: str | None = None,
     ) -> Request:
-        """A request that has no output yet.  eos_ids: see Trimmer.  source_names: see the class.
+        """A request that has no output yet.  eos_ids: see Trimmer.  source_names, shape: see the class.
 
         seed: the caller's, or one that was drawn.  bad_words, prediction_ids: those of `sampling` as ids.  trees: keep each
         round's tree.
@@ -85,7 +91,9 @@ class Request:
             "prediction_ids": prediction_ids,
             "source_names": source_names,
             "scope": scope,
+            "shape": shape,
             "rounds": [] if trees else None,
+            "cache_salt": cache_salt,
         }
         return cls(prompt_ids, sampling, choice, output, speculate, streaming, **more)  # type: ignore[arg-type]
 
@@ -116,9 +124,33 @@ class Request:
         return [*self.prompt_ids, *self.output.token_ids[:-1]] if self.output.token_ids else self.prompt_ids
 
     @property
+    def is_scored(self) -> bool:
+        """Whether chunks of its prompt hand out log-probabilities.  Kept pages have none, so it finds nothing in the cache."""
+        return self.sampling.prompt_logprobs is not None and not self.output.token_ids
+
+    @property
     def is_done(self) -> bool:
         """Whether the request has finished, failed or been cancelled."""
         return self.output.finish_reason is not None or self.error is not None or self.cancelled
+
+    def take_scores(self, start: int, scores: Sequence[Logprobs]) -> None:
+        """Takes what a chunk's part says of the prompt's tokens.  start: the position of its first token.
+
+        A request that has stepped back before its first token gets them again.
+        """
+        tops = self.sampling.prompt_logprobs or 0
+        tokens = self.prompt_ids[start + 1 : start + 1 + len(scores)]
+        found = [_logprob(*each, tops) for each in zip(tokens, scores, strict=True)]
+        assert start <= len(self.scores), "chunks come in the order of the prompt"
+        self.scores[start : start + len(found)] = found
+        for place, each in enumerate(found, start + 1):
+            if each.logprob != each.logprob:
+                raise FloatingPointError(f"the target's logits are not finite (NaN or inf) before the prompt's token {place}")
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprob | None] | None:
+        """See Generation."""
+        return None if self.sampling.prompt_logprobs is None else [None, *self.scores]
 
     def take_first(self, emitted: Emitted) -> None:
         """Takes the token that prefill sampled.  It belongs to no round."""
@@ -148,16 +180,12 @@ class Request:
         self.stats.truncated += len(tokens) - kept
         if self.sampling.logprobs is not None:
             assert len(emitted.logprobs) >= kept, "a batch with such a request computes log-probabilities"
-            self.logprobs += map(self._logprob, tokens[:kept], emitted.logprobs)
+            tops = self.sampling.logprobs
+            self.logprobs += [_logprob(*each, tops) for each in zip(tokens[:kept], emitted.logprobs, strict=False)]
 
     def _named(self, bits: int) -> str:
         """The sources of one token.  bits: see Emitted.sources."""
         return source_name(bits, self.source_names)
-
-    def _logprob(self, token: int, numbers: Logprobs) -> TokenLogprob:
-        own, *likeliest = numbers.values
-        some = islice(zip(numbers.ids, likeliest, strict=True), self.sampling.logprobs)
-        return TokenLogprob(token, own, {other: logp for other, logp in some if logp > -inf})
 
     def next_chunk(self) -> Chunk:
         """The tokens and the text that came since the last call."""
@@ -166,7 +194,8 @@ class Request:
         if self.rounds is not None:
             rounds, self._unread_rounds = self.rounds[self._unread_rounds :], len(self.rounds)
         ids, new = self.output.token_ids[begin:], slice(begin, self._unread)
-        return Chunk(self.output.new_text(), ids, self.origins[new], logprobs, self.sources[new], rounds)
+        of_prompt = None if begin else self.prompt_logprobs
+        return Chunk(self.output.new_text(), ids, self.origins[new], logprobs, self.sources[new], rounds, of_prompt)
 
     def result(self) -> Generation:
         """The finished generation.  RuntimeError, from the request's own error, if the request failed."""
@@ -178,7 +207,8 @@ class Request:
         assert reason is not None, "the request is not finished"
         self.stats.check_identity(len(ids))
         assert len(self.logprobs) in (0, len(ids)) and len(self.origins) == len(self.sources) == len(ids)
-        more = self.origins, logprobs, self.sources, len(self.prediction_ids or ()), self.rounds
+        assert self.sampling.prompt_logprobs is None or len(self.scores) == len(self.prompt_ids) - 1
+        more = self.origins, logprobs, self.sources, len(self.prediction_ids or ()), self.rounds, self.prompt_logprobs
         return Generation(self.given_ids, ids, output.text, reason, self.stats, *more)
 
 
@@ -213,7 +243,8 @@ class RequestState:
         start, self.done = self.done, self.done + tokens
         ends = self.done == len(self.text)
         next_token = self.next_token if ends else self.text[self.done]
-        part = PromptPart(row, self.text[start : self.done], start, next_token, encoder_input, ends and self.resumes, keep)
+        more = ends and self.resumes, keep, self.request.is_scored
+        part = PromptPart(row, self.text[start : self.done], start, next_token, encoder_input, *more)
         if part.is_last:
             self.runs, self.unread = True, int(part.emits)
         return part
@@ -232,6 +263,13 @@ class RequestState:
     def tokens_left(self) -> int:
         """The most tokens the request can still take; each launch that is not read yet emits at least one."""
         return self.request.sampling.max_tokens - len(self.request.output.token_ids) - self.unread
+
+
+def _logprob(token: int, numbers: Logprobs, tops: int) -> TokenLogprob:
+    """tops: how many likeliest tokens were asked for; the numbers may have more."""
+    own, *likeliest = numbers.values
+    some = islice(zip(numbers.ids, likeliest, strict=True), tops)
+    return TokenLogprob(token, own, {other: logp for other, logp in some if logp > -inf})
 
 
 def tokens_of(states: Sequence[RequestState | None]) -> int:

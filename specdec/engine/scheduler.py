@@ -15,17 +15,19 @@ from itertools import count
 
 from specdec import steps
 from specdec.engine.chunks import ChunkBudget
+from specdec.engine.control.path_rates import matched
 from specdec.engine.failures import no_token
 from specdec.engine.launches.launch import Launch, Planned
 from specdec.engine.launches.mixing import Mixing
 from specdec.engine.launches.rows import BatchRows
-from specdec.engine.needs import BatchNeeds
+from specdec.engine.needs import BatchNeeds, tops_for
 from specdec.engine.pages.admission import Admission
 from specdec.engine.pages.sharing import RowSharing
 from specdec.engine.pages.text_pages import EntryDecision, TextPages
 from specdec.engine.request import Request, RequestState, tokens_of
 from specdec.engine.speculation import Speculation
 from specdec.engine.totals import Totals
+from specdec.generation import Emitted
 
 
 class Scheduler:
@@ -53,8 +55,9 @@ class Scheduler:
         self.waiting: list[RequestState] = []  # in the order of arrival
         self.stepped_back: dict[RequestState, None] = {}  # those of them that have had a row
         self.totals = Totals()
+        self.on_enter: Callable[[Request], None] = lambda request: None  # told of every request that gets its first row
         self.on_end: Callable[[Request], None] = lambda request: None  # told of every request that has ended, within a step
-        self.on_answer: Callable[[Request], None] = lambda request: None  # told of every one that has come to its end
+        self.on_answer: list[Callable[[Request], None]] = []  # each told of every one that has come to its end
         self._chunk_is_next = True
         self._arrivals = count()
         self._batch_needs = BatchNeeds()
@@ -79,7 +82,9 @@ class Scheduler:
 
     def totals_now(self) -> Totals:
         """The totals, with what the scheduler holds now."""
-        return replace(self.totals, running=len(self.states), waiting=len(self.waiting), **self.admission.usage()._asdict())
+        running, waiting, depths = len(self.states), len(self.waiting), self.speculation.most_emitted - 1
+        held = replace(self.totals, running=running, waiting=waiting, depths=depths, **self.admission.usage()._asdict())
+        return replace(held, drafting_stopped=int(self.speculation.is_stopped))
 
     # ---- requests come and go ----
 
@@ -147,7 +152,7 @@ class Scheduler:
             if self.batch.is_full or state.unread:
                 break
             request = state.request
-            if self.speculation.is_too_long(request.num_tokens) or request.drafted_until is not None:
+            if self.speculation.is_over(request.num_tokens) or request.drafted_until is not None:
                 request.drafted_until = 0
             speculates = self._speculates(request)
             # If it speculates, the pages of those that don't will lack the drafter's keys and values.
@@ -162,6 +167,7 @@ class Scheduler:
             self.totals.recomputed_tokens += state.recomputed
             if not request.has_entered:
                 self.totals.entered(request)
+                self.on_enter(request)
                 request.has_entered = True
             entries.append(self.pages.entry(state, len(self.states), speculates))
             self.batch.add(state)
@@ -171,12 +177,12 @@ class Scheduler:
     def next(self) -> Launch | None:
         """The next pass: a chunk, a round, or both in one; without `mixing` they take turns.  None: there is nothing to launch.
 
-        They take turns, too, where any request has a grammar, because its rounds run phase by phase.
+        They take turns, too, where a request has a grammar, because its rounds run phase by phase, or its prompt is scored.
         """
         entering = any(not state.runs for state in self.states)
         running = sum(state.runs and state.tokens_left > 0 for state in self.states)
-        has_grammar = any(state.request.choice.grammar for state in self.states)
-        if entering and running and self.mixing and not has_grammar:
+        is_special = any(state.request.choice.grammar or (state.request.is_scored and not state.runs) for state in self.states)
+        if entering and running and self.mixing and not is_special:
             launch = self._next_round()  # planned first, so that prompts which end in the chunk are not among its rows
             (planned,) = launch.planned
             assert isinstance(planned.step, steps.RunRound)
@@ -206,7 +212,7 @@ class Scheduler:
         """All numbers of rows that rounds may compute."""
         return sorted({self._padded(rows + 1) for rows in range(self.batch.count)})
 
-    def take(self, launch: Launch, emitted: list[steps.Emitted], ended: Sequence[int], seconds: float | None) -> None:
+    def take(self, launch: Launch, emitted: list[Emitted], ended: Sequence[int], seconds: float | None) -> None:
         """Hands a launch's tokens to its requests.  Requests that have ended since the launch take none.
 
         ended: see Pending.  seconds: what a timed round took; None if the launch was not timed.
@@ -218,33 +224,33 @@ class Scheduler:
                 self.totals.chunks += 1
                 self._take(planned, own)
 
-    def _take_round(
-        self, planned: Planned, emitted: Sequence[steps.Emitted], ended: Sequence[int], seconds: float | None
-    ) -> None:
+    def _take_round(self, planned: Planned, emitted: Sequence[Emitted], ended: Sequence[int], seconds: float | None) -> None:
         step = planned.step
         assert isinstance(step, steps.RunRound)
         self.totals.rounds += 1
         if seconds is not None:
             drafting = [row for row, speculates in zip(emitted, planned.speculates, strict=False) if speculates]
             accepted, best = [len(row.tokens) - 1 for row in drafting], [row.best for row in drafting]
-            self.speculation.observe(step, seconds, accepted, best, tokens_of(planned.states))
+            by_others = [matched(row.sources) for row in drafting] if step.spec and step.spec.max_depth is not None else None
+            self.speculation.observe(step, seconds, accepted, best, tokens_of(planned.states), by_others)
         for index in ended:
             if (state := planned.states[index]) is not None:
                 state.request.drafted_until = max(0, tokens_of([state]) - self.speculation.pause)
         self._take(planned, emitted)
 
-    def _take(self, planned: Planned, emitted: Sequence[steps.Emitted]) -> None:
+    def _take(self, planned: Planned, emitted: Sequence[Emitted]) -> None:
         """Hands the tokens of one chunk or round to its requests."""
         step = planned.step
         for index, (state, row) in enumerate(zip(planned.states, emitted, strict=False)):  # a round's padding comes last
-            if state is None or not row.tokens:
+            if state is None or not (row.tokens or row.scores):
                 continue
-            state.unread -= 1
-            if not state.request.is_done:
-                tree = None
-                if isinstance(step, steps.RunRound):
-                    tree = (step.drafted, step.depths) if planned.speculates[index] else (0, 0)
-                self._hand_out(state, row, tree)
+            state.unread -= bool(row.tokens)
+            if state.request.is_done:
+                continue
+            if isinstance(step, steps.RunRound):
+                self._hand_out(state, row, (step.drafted, step.depths) if planned.speculates[index] else (0, 0))
+            else:
+                self._hand_out(state, row, None, step.parts[index].start)
 
     def _next_chunk(self, running: int, budget: ChunkBudget) -> Planned:
         entering = [(row, state) for row, state in enumerate(self.states) if not state.runs]
@@ -262,9 +268,9 @@ class Scheduler:
         cost = sum(self.budget.cost(part.start, len(part.token_ids)) for part in parts)
         cost += sum(self.budget.cost(0, len(part.encoder_input.token_ids)) for part in parts if part.encoder_input)
         drafted = any(self._speculates(state.request) for state in states if state is not None)
-        return Planned(
-            steps.RunChunk(tuple(parts), self._needs(ending), drafted, cost, self.budget.may_capture(cost, running)), states
-        )
+        may_capture = self.budget.may_capture(cost, running)
+        tops = max(state.request.sampling.prompt_logprobs or 0 for state in states if state is not None)
+        return Planned(steps.RunChunk(tuple(parts), self._needs(ending), drafted, cost, may_capture, tops_for(tops)), states)
 
     def _next_round(self) -> Launch:
         states = [state if state.runs else None for state in self.states]
@@ -288,6 +294,7 @@ class Scheduler:
             shared,
             speculating / len(running),
             tokens_of(states) if self.speculation.controller else 0,
+            {state.request.shape for state, drafts in zip(states, speculates, strict=True) if state and drafts},
         )
         before += first
         for state in states:
@@ -301,12 +308,12 @@ class Scheduler:
         return min(self.batch.count, 1 << (rows - 1).bit_length()) if self.pads_rows else rows
 
     def _stop_drafting(self, states: list[RequestState | None]) -> list[steps.Step]:
-        """The step by which rows whose texts have become too long for the drafter go on plainly, if there are any."""
+        """The step by which rows in whose texts nothing more is drafted go on plainly, if there are any."""
         rows = []
         for row, state in enumerate(states):
             if state is None or not self._speculates(state.request):
                 continue
-            if self.speculation.is_too_long(length := tokens_of([state])):
+            if self.speculation.is_over(length := tokens_of([state])):
                 state.request.drafted_until = length - self.speculation.pause
                 rows.append(row)
         self._end_pause()
@@ -327,13 +334,17 @@ class Scheduler:
 
     # ---- endings ----
 
-    def _hand_out(self, state: RequestState, emitted: steps.Emitted, tree: tuple[int, int] | None) -> None:
+    def _hand_out(self, state: RequestState, emitted: Emitted, tree: tuple[int, int] | None, start: int = 0) -> None:
         """Gives a request its tokens.  If that fails, because of its tokenizer for example, only this request fails.
 
-        tree: how many draft tokens and levels the round's tree had; None: the token is the first after the prompt.
+        tree: how many draft tokens and levels the round's tree had; None: of a chunk.  start: where its part begins.
         """
         request, before = state.request, len(state.request.output.token_ids)
         try:
+            if emitted.scores:
+                request.take_scores(start, emitted.scores)
+            if not emitted.tokens:
+                return
             if emitted.tokens[-1] < 0:  # no token is accepted after such a one, so it is always the last of its launch
                 raise no_token(request, emitted.tokens[:-1], is_first=tree is None)
             if tree is None:
@@ -381,7 +392,8 @@ class Scheduler:
         if request.has_entered and request.error is None:
             self.admission.lengths.add(len(request.output.token_ids))
             if not request.cancelled:
-                self.on_answer(request)
+                for told in self.on_answer:
+                    told(request)
         self.totals.ended(request)
         self.on_end(request)
 

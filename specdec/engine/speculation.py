@@ -7,7 +7,7 @@ module knows numbers and the shapes of trees; `control/` chooses among them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from specdec.config import SpecConfig
@@ -15,6 +15,7 @@ from specdec.engine.control.controller import Controller, RoundSize
 from specdec.engine.control.costs import Shape
 from specdec.limits import MAX_PAUSE
 from specdec.steps import CatchUp, Needs, RunRound, Step, Try
+from specdec.trees.shape import largest
 
 
 class RoundKey(NamedTuple):
@@ -31,10 +32,12 @@ class RoundKey(NamedTuple):
 class Speculation:
     """Chooses the kind of each round.
 
-    shapes: those that a round's tree may have; none: there is no drafter; several: the controller chooses.
+    shapes: those that a round's tree may have; none: there is no drafter.  Without a controller rows that ask for no shape take
+        the first one.
     ready_seconds: how long it takes to capture a shape's round; 0: nothing is captured, so that any shape may run at any time.
     max_draft_length: of a text, beyond which nothing is drafted; None: there is no such length.
     first_accepted: see Acceptance.
+    is_stopped: whether nothing is drafted, in any text, until somebody says otherwise; what runs goes on plainly.
     pause: paused rounds since the drafter last caught up; no row that speculates has more tokens than this that the drafter
         has not seen.  Whoever takes rows away sets it to 0 once no running row speculates, since no such token is left then.
     """
@@ -49,6 +52,7 @@ class Speculation:
     ) -> None:
         self.shapes, self.max_draft_length = tuple(shapes), max_draft_length
         self.controller = Controller(shapes, ready_seconds, first_accepted) if is_auto else None
+        self.is_stopped = False
         self.pause = 0
         self._tokens = 0  # of the rows with which a step is tried
         self._ready: dict[RoundKey, tuple[Shape, ...]] = {}  # what has been captured, where anything is
@@ -58,29 +62,44 @@ class Speculation:
         """The most tokens that a round emits in a row."""
         return 1 + max((shape.levels for shape in self.shapes), default=0)
 
-    def is_too_long(self, tokens: int) -> bool:
-        """Whether nothing is drafted in a text of so many tokens."""
-        return self.max_draft_length is not None and tokens >= self.max_draft_length
+    def is_over(self, tokens: int) -> bool:
+        """Whether nothing is drafted in a text of so many tokens, or in none at all."""
+        return self.is_stopped or (self.max_draft_length is not None and tokens >= self.max_draft_length)
 
-    def next_round(self, rows: int, needs: Needs, shared: bool, share: float, tokens: int = 0) -> tuple[list[Step], RunRound]:
+    def next_round(
+        self,
+        rows: int,
+        needs: Needs,
+        shared: bool,
+        share: float,
+        tokens: int = 0,
+        asked: Collection[SpecConfig | None] = (),
+    ) -> tuple[list[Step], RunRound]:
         """The next round, and what must run before it.
 
         rows, needs, shared: see RoundKey.  share: the share of the running rows that speculate, from 0 to 1.  tokens: of all
-        rows together, as far as they are known.
+        rows together, as far as they are known.  asked: the shapes for which the rows that speculate ask; None: for none.
+
+        All rows of a round have one shape: the largest one for which any of them asks.  For rows that ask for none, that counts
+        as asked for which they would have by themselves.
         """
         if not share:
             assert not self.pause, "tokens that the drafter has not seen belong to a row that speculates"
             return [], RunRound(rows, "plain", None, needs, shared)
-        batch, size = RoundKey(rows, needs, shared), RoundSize(rows, needs.grammar)
+        batch, named = RoundKey(rows, needs, shared), {shape for shape in asked if shape is not None}
+        takes_any = len(named) < len({*asked}) or not named
         if self.controller is None:
-            (spec,) = self.shapes
+            spec = largest({*named, self.shapes[0]} if takes_any else named)
             return [], RunRound(rows, "speculative", spec, needs, shared)
         self._tokens = tokens
-        wanted, ready = list[Shape](), None
-        if self.controller.tries:
-            wanted = self.controller.wanted(size, share, self._ready.get(batch, ()))
-            ready = self._made_ready(batch, wanted)
-        shape = self.controller.choose(size, share, self.pause, ready)
+        shape, wanted = None, list[Shape]()
+        if takes_any:
+            shape, wanted = self._choose(batch, share)
+        if named:
+            shape = largest({*named, *([] if shape is None else [shape])})
+            if self.controller.tries and shape not in self._ready.get(batch, ()):
+                wanted.append(shape)
+                self._made_ready(batch, [shape])
         before = list[Step]()
         if self.pause and (shape is not None or wanted or self.pause == MAX_PAUSE):
             before.append(CatchUp(*batch))
@@ -89,6 +108,15 @@ class Speculation:
         if shape is None:
             self.pause += 1
         return before, _round(batch, shape)
+
+    def _choose(self, batch: RoundKey, share: float) -> tuple[Shape, list[Shape]]:
+        """What the controller chooses, and the shapes that are to be made ready before."""
+        assert self.controller is not None
+        size, wanted, ready = RoundSize.of(batch.rows, batch.needs), list[Shape](), None
+        if self.controller.tries:
+            wanted = self.controller.wanted(size, share, self._ready.get(batch, ()))
+            ready = self._made_ready(batch, wanted)
+        return self.controller.choose(size, share, self.pause, ready), wanted
 
     def make_ready(self, sizes: Sequence[int]) -> list[Step]:
         """The steps that capture whatever may run later in batches of these numbers of rows, with needs that have occurred.
@@ -114,19 +142,27 @@ class Speculation:
         return [RunRound(rows, "plain", None, needs), *(RunRound(rows, "speculative", spec, needs) for spec in fixed)]
 
     def observe(
-        self, step: RunRound, seconds: float, accepted: list[int], best: list[tuple[int, int]] | None = None, tokens: int = 0
+        self,
+        step: RunRound,
+        seconds: float,
+        accepted: list[int],
+        best: list[tuple[int, int]] | None = None,
+        tokens: int = 0,
+        matched: list[int] | None = None,
     ) -> None:
         """Records a timed round, and how many draft tokens each row that speculates accepted.
 
         seconds: from the end of the round before it.  best: see Emitted; None for a chain.  tokens: of all rows at its start.
+        matched: how many of the first of them other sources than the drafter proposed; None where there are no such sources.
         """
         if self.controller is not None:
-            self.controller.observe(RoundSize(step.rows, step.needs.grammar), step.spec, seconds, accepted, best, tokens)
+            size = RoundSize.of(step.rows, step.needs)
+            self.controller.observe(size, step.spec, seconds, accepted, best, tokens, matched)
 
     def tried(self, step: Try, seconds: float) -> None:
         """Records the seconds of a step that was tried."""
         if self.controller is not None and isinstance(step.step, RunRound):
-            size = RoundSize(step.step.rows, step.step.needs.grammar)
+            size = RoundSize.of(step.step.rows, step.step.needs)
             self.controller.tried(size, step.step.spec, seconds, self._tokens)
 
     def reasons(self) -> list[str]:

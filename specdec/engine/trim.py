@@ -61,7 +61,7 @@ class Trimmer:
         if token in self._eos_ids:
             return self._finish("eos")
         if token in self._stop_ids:
-            return self._finish("stop")
+            return self._finish("stop", shows_last=self.sampling.include_stop_str_in_output)
         if self._incremental and self._append(self._detokenizer.add(token)):
             self.finish_reason = "stop"
             return None
@@ -69,25 +69,26 @@ class Trimmer:
             self._finish("length")
         return None
 
-    def _finish(self, reason: FinishReason) -> None:
-        """Ends the request and completes its text.
+    def _finish(self, reason: FinishReason, shows_last: bool = False) -> None:
+        """Ends the request and completes its text; the last bytes may complete a stop string.
 
-        An EOS or stop token adds no text; the last bytes may complete a stop string.
+        shows_last: whether the EOS or stop token that ended it adds its text.
         """
         self.finish_reason = reason
         if not self._incremental:
-            shown = self.token_ids if reason == "length" else self.token_ids[:-1]
+            shown = self.token_ids if reason == "length" or shows_last else self.token_ids[:-1]
             self.text = decode_all(self._decode, self._prompt_ids, shown)
-        elif self._append(self._detokenizer.flush()):
+            return
+        if (shows_last and self._append(self._detokenizer.add(self.token_ids[-1]))) or self._append(self._detokenizer.flush()):
             self.finish_reason = "stop"
 
     def _append(self, piece: str) -> bool:
-        """Adds the piece to the text, and cuts the text where a stop string begins.  Returns whether one was found."""
+        """Adds the piece to the text, and cuts the text at a stop string.  Returns whether one was found."""
         seen = len(self.text)
         self.text += piece
         if len(self.token_ids) < self.sampling.min_tokens:
             return False
-        begin = self._stops.find(self.text, seen)
-        if begin is not None:
-            self.text = self.text[:begin]
-        return begin is not None
+        found = self._stops.find(self.text, seen)
+        if found is not None:
+            self.text = self.text[: found[self.sampling.include_stop_str_in_output]]
+        return found is not None

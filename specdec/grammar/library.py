@@ -10,13 +10,16 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from specdec.checks import about
 from specdec.config import GrammarKind
+from specdec.grammar.late import LateMatcher
 from specdec.grammar.matcher import Matcher
+from specdec.grammar.wait import TokenTexts, Wait, WaitPlan
 from specdec.steps import Grammar
 
 MAX_KEPT = 64  # compiled grammars of one decoder; a further one takes the place of the one that was used least recently
@@ -39,23 +42,56 @@ class Grammars:
         self._tokenizer: Any = None
         self._max_kept = max_kept
         self._compiled: OrderedDict[tuple[GrammarKind, str], Any] = OrderedDict()
+        self._special: dict[str, int] | None = None
+        self._vocabulary: TokenTexts | None = None
+        self._plans: dict[Wait, WaitPlan] = {}
         self._lock, self._reading = threading.Lock(), threading.Lock()
 
     def check(self, kind: GrammarKind, text: str) -> None:
         """ValueError if no text of the model can be held to the grammar, with the library's reason."""
         with about(kind):
+            self.check_library(kind)
+            self._compile(kind, text)
+
+    def check_library(self, what: str) -> None:
+        """ValueError if no text can be held to any grammar here.  what: what needs that."""
+        with about(what):
             if importlib.util.find_spec("llguidance") is None:
                 raise ValueError(
-                    f"{kind} needs the library llguidance, which is not installed; nearest thing that works: "
+                    f"{what} needs the library llguidance, which is not installed; nearest thing that works: "
                     "pip install 'specdec-runtime[grammar]'"
                 )
             if not self._eos_ids:
-                raise ValueError(f"{kind} needs a target whose config names an eos_token_id, with which the text can end")
-            self._compile(kind, text)
+                raise ValueError(f"{what} needs a target whose config names an eos_token_id, with which the text can end")
 
-    def matcher(self, grammar: Grammar) -> Matcher:
+    def matcher(self, grammar: Grammar) -> Matcher | LateMatcher:
         """A matcher at the beginning of a text.  grammar: one that passed `check`."""
-        return self._matcher(self._compile(grammar.kind, grammar.text), grammar.kind, grammar.text, grammar.ends)
+        compiled = self._compile(grammar.kind, grammar.text)
+        make = partial(self._matcher, compiled, grammar.kind, grammar.text, grammar.ends)
+        return make() if grammar.wait is None else LateMatcher(make, self._plan(grammar.wait), grammar.ends)
+
+    def special_tokens(self) -> dict[str, int]:
+        """The ids of tokens that a grammar names by their id, because no text of theirs is what the library takes them for.
+
+        ValueError if the tokenizer can't be read.
+        """
+        if self._special is None:
+            inner = self._read_tokenizer("grammar")
+            ids = [token for token in range(self._vocab_size) if inner.is_special_token(token)]
+            self._special = {inner.decode_bytes([token]).decode(errors="replace"): token for token in reversed(ids)}
+        return self._special
+
+    def _plan(self, wait: Wait) -> WaitPlan:
+        """What tokens do while a text waits for its grammar.  A plan remembers what it has found, so it is kept."""
+        inner = self._read_tokenizer("grammar")
+        with self._lock:
+            if self._vocabulary is None:
+                self._vocabulary = TokenTexts([inner.decode_bytes([token]) for token in range(self._vocab_size)])
+            if wait not in self._plans:
+                if len(self._plans) >= self._max_kept:
+                    self._plans.clear()
+                self._plans[wait] = WaitPlan(wait, self._vocabulary)
+            return self._plans[wait]
 
     def _matcher(self, compiled: Any, kind: GrammarKind, text: str, ends: Sequence[int]) -> Matcher:
         """Copies of a compiled grammar share what the library learns of it, and what counts towards its limits."""
@@ -152,7 +188,7 @@ def _within(tokenizer: str, size: int) -> str:
     return json.dumps(read)
 
 
-def _left(matcher: Matcher, tokens: Sequence[int], vocab_size: int) -> tuple[list[int], str]:
+def _left(matcher: Matcher | LateMatcher, tokens: Sequence[int], vocab_size: int) -> tuple[list[int], str]:
     """The tokens that a matcher at the beginning of a text allows after others, and what the library said if it failed."""
     words_X = np.zeros((1, -(-vocab_size // 32)), np.int32)
     for token in tokens:  # the masks in between are made as they were for the text, since they move the library's limits

@@ -107,6 +107,11 @@ class Matcher:
             if not self.walk(lambda: self._fill_after(0, self.here, masks_NX, tokens_N, children)):
                 masks_NX[1:] = ALL
 
+    @property
+    def judge(self) -> Matcher | None:
+        """What drafts are judged by now; None: nothing."""
+        return None if self.is_over or self.is_stuck else self
+
     # ---- states ----
 
     def walk(self, visit: Callable[[], None]) -> bool:

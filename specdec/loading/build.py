@@ -30,7 +30,7 @@ from specdec.engine.speculation import Speculation
 from specdec.grammar.library import Grammars
 from specdec.limits import MAX_PAUSE
 from specdec.loading import devices
-from specdec.loading.memory import PoolPlan, StatePlan, pool_bytes, pool_plan
+from specdec.loading.memory import PoolPlan, StatePlan, audit_bytes, pool_bytes, pool_plan
 from specdec.loading.resolve import EngineSettings
 from specdec.models.config import ModelConfig
 from specdec.models.kv import cache_layout, make_cache
@@ -77,7 +77,7 @@ def speculation(head: DraftModel | None, settings: EngineSettings) -> Speculatio
     assert spec is not None
     seconds = devices.CAPTURE_SECONDS if settings.cuda_graphs else 0.0
     longest = head.trained_length if settings.options.beyond_trained == "stop" else None
-    return Speculation(head.shapes(spec), seconds, longest, spec.is_auto, settings.first_accepted)
+    return Speculation(head.shapes(spec, asked=settings.asked_shapes), seconds, longest, spec.is_auto, settings.first_accepted)
 
 
 def mixing(
@@ -89,22 +89,25 @@ def mixing(
     several ranks or an encoder take part, and where layers read latents or a choice of keys, or keep states by row.  Nor do
     trees, whose many nodes leave little to be gained, and rounds of SpecConfig("auto"), which are timed.
     """
-    config, spec = model.config, settings.spec
+    config = model.config
     is_captured = settings.cuda_graphs and backend.reads_no_lengths and settings.target_backend == "native"
     is_alone = model.group.size == 1 and config.encoder is None and not settings.numerics.is_invariant
     unlike = any(each.keeps_latents or each.recurrent for each in _configs(model, head))
     reads_heads = not unlike and config.max_read is None
-    is_chain = head is None or (spec is not None and not spec.is_auto and spec.is_chain)
+    is_chain = head is None or all(shape.is_chain and not shape.is_auto for shape in settings.given_shapes)
     return Mixing(least) if least and is_captured and is_alone and reads_heads and is_chain else None
 
 
 def plan_pool(model: Target, head: DraftModel | None, settings: EngineSettings) -> PoolPlan:
     """The KV pool for both models: as large as the rank with the least memory has room for.  All ranks must ask."""
-    memory = pool_bytes(settings.device, settings.options.kv_cache_memory)
+    weights = sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))
+    memory = pool_bytes(settings.device, settings.options.kv_cache_memory, audit_bytes(model.config, settings, weights))
     memory = model.group.all_reduce_min(memory, settings.device)
     if head is None:
         return pool_plan([model.config], settings, memory)
-    needs = head.needs
+    needs, options = head.needs, settings.options
+    if options.kv_cache_memory == "auto":  # tables are there already; predictions take theirs when the first one comes
+        memory -= head.source_bytes(options.max_batch_size + 1, settings.max_seq_len) - head.source_bytes(0, 0)
     return pool_plan(
         [model.config, *needs.models], settings, memory, needs.slot_bytes, needs.page_values * settings.dtype.itemsize
     )
@@ -125,7 +128,7 @@ def build_runner(model: Target, head: DraftModel | None, settings: EngineSetting
     shared = SharedPrefix.empty(workers.state.pages.table, queries) if reads_together and queries else None
     # Ranks may hold unequal runs of the vocabulary, but must capture the same chunks.
     max_captured = int(model.group.all_reduce_min(max_captured_cost(model, head), settings.device))
-    shapes = head.shapes(settings.spec) if head and settings.spec else ()
+    shapes = head.shapes(settings.spec, asked=settings.asked_shapes) if head and settings.spec else ()
     spec = shapes[0] if len(shapes) == 1 else None
     needed = head.needs.configs if head else ()
     purpose = repr((model.config, type(head).__name__, needed, settings)) if can_rehearse(model, settings) else None
@@ -176,10 +179,11 @@ def _drafter_context(
     spec = settings.spec
     assert spec is not None
     # A round may begin a round's tokens later than the host knows.
-    assert head.slots(spec) + spec.levels + 1 <= settings.lookahead, "this drafter needs more look-ahead"
+    shapes = head.shapes(spec, asked=settings.asked_shapes)
+    assert all(head.slots(each) + each.levels + 1 <= settings.lookahead for each in (spec, *shapes)), "it needs more look-ahead"
     return DrafterContext(
         spec=spec,
-        shapes=head.shapes(spec),
+        shapes=shapes,
         backend=backend,
         caches=tuple(_cache(head, config, plan, settings) for config in head.needs.models),
         target_cache=target_cache,

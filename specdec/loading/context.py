@@ -1,11 +1,25 @@
-"""Refuses settings of decode context parallelism that do not fit the target.  This module knows options and configs only."""
+"""Refuses settings of decode context parallelism and of the audit that do not fit the target.  Knows options and configs."""
 
 from __future__ import annotations
 
 from specdec.models.config import ModelConfig
-from specdec.options import EngineOptions
+from specdec.options import AUDIT, EngineOptions
 
 NAME = "decode_context_parallel_size"
+
+
+def check_audit(options: EngineOptions, target: ModelConfig, drafts: bool) -> None:
+    """ValueError if answers of that target can't be compared, or a setting would do nothing."""
+    for name in AUDIT if not options.audit else ():
+        if (value := getattr(options, name)) != (usual := EngineOptions.__dataclass_fields__[name].default):
+            raise ValueError(f"{name}={value!r} does nothing without audit; nearest setting that works: {name}={usual!r}")
+    if options.audit and target.encoder is not None:
+        raise ValueError(
+            f"audit is for decoder-only targets, got a {target.family} model: the reference reads one model's text, not "
+            "what an encoder read besides; nearest setting that works: audit=0"
+        )
+    if options.audit_stop and not drafts:
+        raise ValueError("audit_stop would do nothing without a drafter; nearest setting that works: audit_stop=False")
 
 
 def check_context(options: EngineOptions, target: ModelConfig, target_backend: str) -> None:

@@ -84,6 +84,8 @@ def check_pair(
             continue  # each rank holds all of it
         share_of(config, Shard(0, options.tensor_parallel_size), drafter.called if drafter and index else "target")
     if drafter is None:
+        if options.shapes is not None:
+            raise ValueError("shapes are of draft trees, and there is no drafter; nearest setting that works: shapes=None")
         check_states(settings, chosen.config)
         return pair
     if spec is None:
@@ -91,7 +93,7 @@ def check_pair(
     assert settings.spec is not None
     settings = settings.with_drafter(drafter.model)
     assert settings.spec is not None
-    drafter.model.shapes(settings.spec, warns)
+    drafter.model.shapes(settings.spec, warns, settings.asked_shapes)
     check_states(settings, *pair.configs)
     return pair._replace(settings=replace(settings, attention_backend=choose_attention(settings, *pair.configs)))
 
@@ -111,7 +113,7 @@ def expert_sharing(settings: EngineSettings, chosen: TargetChoice, checkpoint: C
                 f"{got}; nearest setting that works: expert_parallel='auto'"
             )
         return None
-    kind, nodes = kind_of_experts(checkpoint), settings.spec.num_draft_tokens if settings.spec else 1
+    kind, nodes = kind_of_experts(checkpoint), settings.most_nodes
     bits = 8 * settings.dtype.itemsize if kind is None else 16 // pack_factor_of(kind)
     return sharing_of(config, asked, ranks, options.max_batch_size * nodes, bits, steps=kind is not None)
 

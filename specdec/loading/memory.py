@@ -31,6 +31,9 @@ from specdec.loading.resolve import EngineSettings
 from specdec.models.config import ModelConfig
 from specdec.models.kv import cache_layout
 
+AUDIT_PIECE = 64  # places of a text whose logits the audit holds at once
+LOGITS_COPIES = 6  # scores, noise and masks beside them
+
 
 class StatePlan(NamedTuple):
     """Over all models with recurrent layers, the drafter among them.
@@ -191,11 +194,11 @@ def plan_states(
         fewest pages take, and what else is neither.
     ValueError if state_cache holds no state, or leaves too little memory.
     """
-    spec, options = settings.spec, settings.options
+    options = settings.options
     held = [(config.recurrent, len(config.recurrent_layers)) for config in configs if config.recurrent is not None]
     if not held:
         return None
-    nodes = max(shape.num_draft_tokens for shape in spec.shapes) if spec else 1
+    nodes = settings.most_nodes
     if any(config.recurrent for config in configs[1:]):
         nodes = max(nodes, settings.draft_slots)
     rows = RESERVED_STATES + 2 * options.max_batch_size
@@ -229,10 +232,37 @@ def _kept_states(plan: StatePlan, settings: EngineSettings, memory: float, other
     return kept
 
 
-def pool_bytes(device: torch.device, asked: str | int | float = "auto") -> float:
+def pass_bytes(config: ModelConfig, tokens: int, rows: int, features: int, itemsize: int) -> int:
+    """What a forward pass takes while it runs: the widest values of a layer, the features, and the logits of `rows` rows.
+
+    The widest values are the residual stream, its norm and what is added to it, gate and up, and their product.
+    """
+    layer = 3 * config.hidden_size + 3 * config.intermediate_size + features
+    return itemsize * tokens * layer + (itemsize + 4) * rows * config.vocab_size
+
+
+def audit_bytes(config: ModelConfig, settings: EngineSettings, weights: int) -> int:
+    """What comparing a longest text with the reference takes on a rank while it goes on; 0 without `audit`.
+
+    weights: the bytes of the rank's share of the target.  In the wider dtype, there are one layer and the tables of embeddings,
+    what a pass over the text takes, the scores of all pairs of its tokens where attention keeps them, and some logits.
+    """
+    options, own = settings.options, settings.dtype.itemsize
+    if not options.audit:
+        return 0
+    tokens, wide = min(options.audit_max_tokens, settings.max_seq_len), min(8, 2 * own)
+    table = config.vocab_size * config.hidden_size
+    tables = table * own + (0 if config.tie_embeddings else table * own // options.tensor_parallel_size)
+    layer = max(0, weights - tables) // config.num_layers
+    widened = (tables + layer) * wide // own if wide > own else 0
+    scores = 3 * wide * config.num_heads * tokens**2
+    return widened + pass_bytes(config, tokens, AUDIT_PIECE * LOGITS_COPIES, 0, wide) + scores
+
+
+def pool_bytes(device: torch.device, asked: str | int | float = "auto", reserved: int = 0) -> float:
     """The bytes that KV may take: a share of the GPU's free memory, or of all memory of the host; or what is asked for.
 
-    asked: kv_cache_memory.  ValueError if it is more than there is.
+    asked: kv_cache_memory.  reserved: bytes that something else needs.  ValueError if it is more than there is.
     """
     is_gpu = device.type == "cuda"
     if is_gpu:
@@ -240,12 +270,13 @@ def pool_bytes(device: torch.device, asked: str | int | float = "auto") -> float
         free, share = torch.cuda.mem_get_info(device)[0], POOL_SHARE
     else:
         free, share = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), HOST_POOL_SHARE
+    free = max(0, free - reserved)
     if isinstance(asked, str):
         return free * share
     if isinstance(asked, float):
         return free * asked
     if asked > free:
-        there = "is free" if is_gpu else "the host has"
+        there = ("is free" if is_gpu else "the host has") + (" beside the audit's passes" if reserved else "")
         raise ValueError(
             f"kv_cache_memory must be at most what {there} on {device}, {free} bytes, got {asked}; nearest setting that works: "
             f"kv_cache_memory={share}"

@@ -22,7 +22,7 @@ from specdec.config import SpecConfig
 from specdec.draft.kind import Draft
 from specdec.loading.devices import CHUNK_COST
 from specdec.loading.load import CheckedPair, check_pair, expert_sharing, require_lossless, warn_of_slow_weights
-from specdec.loading.memory import kv_page_bytes, layer_groups, plan_states, source_bytes
+from specdec.loading.memory import audit_bytes, kv_page_bytes, layer_groups, pass_bytes, plan_states, source_bytes
 from specdec.loading.rank_share import heads_of_tensor, share_of_tensor
 from specdec.loading.resolve import EngineSettings, check_packing, check_recurrent, experts_line
 from specdec.models.checkpoints.checkpoint import Checkpoint
@@ -73,6 +73,8 @@ class CountedModels(NamedTuple):
     scratch: int = 0  # values of the largest quantised matrix, which is dequantised for prompts; 0: there is none
     lossless: int = 0  # the bytes of matrices that are kept once more, of both
     called: str = ""  # what the drafter is
+    slot_bytes: int = 0  # what the drafter keeps of each token besides
+    source_bytes: Callable[[int, int], int] = lambda rows, positions: 0  # see DraftModel.source_bytes
 
 
 class MemoryPlan(NamedTuple):
@@ -203,18 +205,20 @@ def parts_of(models: CountedModels, settings: EngineSettings) -> dict[str, int]:
     """Bytes by what takes them, for a full batch of longest sequences, or with keys and values of kv_cache_memory."""
     options, dtype = settings.options, settings.dtype.itemsize
     kv = options.kv_cache_memory if isinstance(options.kv_cache_memory, int) else kv_bytes(models, settings)
-    target, spec = models.configs[0], settings.spec
-    queries = options.max_batch_size * (spec.num_draft_tokens if spec else 1)
+    target, queries = models.configs[0], options.max_batch_size * settings.most_nodes
+    sources = models.source_bytes(options.max_batch_size + 1, settings.max_seq_len)
     chunk = min(CHUNK_COST["cuda"][2], options.max_batch_size * settings.max_seq_len)
     return {
         "weights of the target": models.weights[0],
         **({f"weights of the {models.called}": models.weights[1]} if len(models.weights) > 1 else {}),
         **({"lossless copies of weights": models.lossless} if options.pack_weights else {}),
         "keys and values": kv,
+        **({"texts that drafts come of": sources} if sources else {}),
         **({"states of recurrent layers": states.bytes} if (states := plan_states(models.configs, settings)) else {}),
         "a round": pass_bytes(target, queries, queries, models.features, dtype),
         "a chunk of prompts": pass_bytes(target, chunk, options.max_batch_size, models.features, dtype)
         + models.scratch * dtype,
+        **({"passes of the audit": size} if (size := audit_bytes(target, settings, models.weights[0])) else {}),
         "CUDA itself": CONTEXT_BYTES,
     }
 
@@ -224,16 +228,8 @@ def kv_bytes(models: CountedModels, settings: EngineSettings) -> int:
     groups = layer_groups(models.configs, settings)
     pages = [settings.options.max_batch_size * (group.ring or settings.pages_per_sequence) + 1 for group in groups]
     kv = sum(count * size for count, size in zip(pages, kv_page_bytes(models.configs, settings, groups), strict=True))
+    kv += models.slot_bytes * settings.page_tokens * pages[0]
     return kv + models.page_bytes * pages[0] + source_bytes(models.configs[0], settings)
-
-
-def pass_bytes(config: ModelConfig, tokens: int, rows: int, features: int, itemsize: int) -> int:
-    """What a forward pass takes while it runs: the widest values of a layer, the features, and the logits of `rows` rows.
-
-    The widest values are the residual stream, its norm and what is added to it, gate and up, and their product.
-    """
-    layer = 3 * config.hidden_size + 3 * config.intermediate_size + features
-    return itemsize * tokens * layer + (itemsize + 4) * rows * config.vocab_size
 
 
 def _models(pair: CheckedPair, settings: EngineSettings) -> CountedModels:
@@ -245,15 +241,21 @@ def _models(pair: CheckedPair, settings: EngineSettings) -> CountedModels:
     weights, scratch = tensor_bytes(own, config, settings.dtype, without), scratch_values(own, without, held)
     packs = settings.options.pack_weights
     lossless = lossless_bytes_of(own, without, held, config.tie_embeddings) if packs else 0
-    if drafter is None or drafter.checkpoint is None:  # one without files keeps a few bytes of a token, and reads no weights
+    if drafter is None:
         return CountedModels(configs, (weights,), scratch=scratch, lossless=lossless)
+    model = drafter.model
+    if drafter.checkpoint is None:  # one without files reads no weights
+        counted = CountedModels(configs, (weights,), scratch=scratch, lossless=lossless)
+        return counted._replace(slot_bytes=model.needs.slot_bytes, source_bytes=model.source_bytes)
     without, layers = drafter.unkept(own), share_of(drafter.model.needs.configs[0], Shard(0, ranks))
     drafted = tensor_bytes(drafter.checkpoint, layers, settings.dtype, without)
     drafted += drafter.added_values * settings.dtype.itemsize
     lossless += lossless_bytes_of(drafter.checkpoint, without, share_of_tensor(layers)) if packs else 0
-    kept = drafter.model.needs.page_values * settings.dtype.itemsize
+    values = drafter.model.needs.page_values * settings.dtype.itemsize
     scratch = max(scratch, scratch_values(drafter.checkpoint, without, share_of_tensor(layers)))
-    return CountedModels(configs, (weights, drafted), drafter.model.feature_size, kept, scratch, lossless, drafter.called)
+    both, features = (weights, drafted), drafter.model.feature_size
+    given = configs, both, features, values, scratch, lossless, drafter.called
+    return CountedModels(*given, model.needs.slot_bytes, model.source_bytes)
 
 
 def tensor_bytes(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, without: set[str]) -> int:

@@ -6,7 +6,7 @@ Every error about a combination of options is raised here, before the weights ar
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -18,7 +18,7 @@ from specdec.attention.needs import AttentionNeeds, architecture_of, gpu_kind
 from specdec.checks import require_int
 from specdec.config import GraphMode, SpecConfig
 from specdec.draft.drafter import DraftModel
-from specdec.loading.context import check_context
+from specdec.loading.context import check_audit, check_context
 from specdec.loading.devices import CHUNK_COST
 from specdec.models.checkpoints.loader import DTYPES
 from specdec.models.config import ModelConfig
@@ -38,6 +38,7 @@ class EngineSettings:
 
     first_accepted: the share of the drafter's first drafts that the target accepted when both were looked at; None: not known.
     experts: how ranks share the target's mixtures, and why; None: there is nothing to share.
+    asked_shapes: those for which requests may ask besides `spec`, as rounds name them.
     """
 
     options: EngineOptions
@@ -53,18 +54,30 @@ class EngineSettings:
     threads: int | None = None  # of a CPU; None on a GPU, and before the target is loaded
     first_accepted: float | None = None
     experts: ExpertSharing | None = None
+    asked_shapes: tuple[SpecConfig, ...] = ()
+
+    @property
+    def given_shapes(self) -> tuple[SpecConfig, ...]:
+        """All that settings name, "auto" as it stands."""
+        return (self.spec, *self.asked_shapes) if self.spec else ()
+
+    @property
+    def most_nodes(self) -> int:
+        """Of a row in a round."""
+        return max((shape.num_draft_tokens for given in self.given_shapes for shape in given.shapes), default=1)
 
     @property
     def lookahead(self) -> int:
         """Slots after the committed tokens that rounds in flight may write."""
-        return max(self.spec.lookahead, self.draft_slots + self.spec.levels + 1) if self.spec else 2
+        return max((max(each.lookahead, self.draft_slots + each.levels + 1) for each in self.given_shapes), default=2)
 
     def with_drafter(self, head: DraftModel | None) -> EngineSettings:
-        """The same settings, with the shape that it makes of theirs, and as much look-ahead as that drafter needs."""
+        """The same settings, with the shapes that it makes of theirs, and as much look-ahead as that drafter needs."""
         if head is None or self.spec is None:
             return self
         spec = head.resolved(self.spec)
-        return replace(self, spec=spec, draft_slots=head.slots(spec))
+        asked = head.asked_shapes(spec, cast(tuple[SpecConfig, ...] | None, self.options.shapes))
+        return replace(self, spec=spec, asked_shapes=asked, draft_slots=max(map(head.slots, (spec, *asked))))
 
     def longest_encoder_input(self, target: ModelConfig) -> int:
         """The most tokens of a text that the target's encoder reads, no more than those of one request; 0 without one."""
@@ -97,8 +110,7 @@ class EngineSettings:
         """The most tokens of one pass, where these lie in a scratch because ranks shard sequences; else 0."""
         if self.options.decode_context_parallel_size == 1:
             return 0
-        nodes = self.spec.num_draft_tokens if self.spec else 1
-        return max(max(self.chunk_costs) + MAX_BUCKET_STEP, (self.options.max_batch_size + 1) * nodes)
+        return max(max(self.chunk_costs) + MAX_BUCKET_STEP, (self.options.max_batch_size + 1) * self.most_nodes)
 
     @property
     def numerics(self) -> Numerics:
@@ -147,6 +159,7 @@ def resolve_settings(
         )
     _check_states_are_found(options)
     check_context(options, target, target_backend)
+    check_audit(options, target, drafts=spec is not None)
     if options.page_size == "sequence" and options.prefix_caching:
         raise ValueError(
             "prefix_caching=True keeps full pages, and one as long as the longest sequence is never full, got "
@@ -276,7 +289,7 @@ def check_recurrent(
             f"cuda_graphs={settings.cuda_graphs!r}; nearest setting that works: cuda_graphs=False"
         )
     if nodes is None:
-        nodes = max(shape.num_draft_tokens for shape in settings.spec.shapes) if settings.spec else 1
+        nodes = settings.most_nodes
     most = MAX_STATE_NODES if shared_bytes >= SHARED_OF_MANY_NODES else MAX_STATE_NODES // 2
     if nodes > most:
         raise ValueError(
@@ -356,7 +369,7 @@ def choose_attention(settings: EngineSettings, *configs: ModelConfig) -> Backend
 
 def attention_needs(settings: EngineSettings, *configs: ModelConfig) -> AttentionNeeds:
     """What these models, target first, need of an attention backend under these settings."""
-    spec, target, options = settings.spec, configs[0], settings.options
+    target, options = configs[0], settings.options
     asked = {
         Feature.DIFFERENTIAL: any(c.differential for c in configs),
         Feature.INT8_QUERIES: options.int8_queries,
@@ -366,11 +379,11 @@ def attention_needs(settings: EngineSettings, *configs: ModelConfig) -> Attentio
         Feature.ALIBI: any(kind.alibi for c in configs for kind in c.layer_kinds),
         Feature.ENCODER: target.encoder is not None,
         Feature.DETERMINISTIC: options.deterministic,
-        Feature.TREES: spec is not None and not spec.is_chain,
+        Feature.TREES: not all(shape.is_chain for shape in settings.given_shapes),
         Feature.CONTEXT_PARALLEL: options.decode_context_parallel_size > 1,
         Feature.SHARED_PREFIXES: options.prefix_caching,
     }
-    seqlen_q_packgqa = (spec.num_draft_tokens if spec else 1) * target.heads_a_key
+    seqlen_q_packgqa = settings.most_nodes * target.heads_a_key
     return AttentionNeeds(
         settings.device,
         settings.dtype,

@@ -8,8 +8,8 @@ Shapes: T tokens, H hidden size, V vocabulary, R rows asked for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor
@@ -17,25 +17,28 @@ from torch import Tensor
 from specdec.attention.caches.int8_keys import rounded_queries
 from specdec.attention.eager.dense import DenseAttention, StoreFn
 from specdec.loading.resolve import EngineSettings
-from specdec.lossless.widen import SMALL, replaced, widened
+from specdec.lossless.widen import SMALL, layers_of, replaced, widened
 from specdec.models.linear import use_numerics
 from specdec.models.target import Target
 from specdec.ops.products.numerics import FAST
 
+Poll = Callable[[], None]
 WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
 
 
 class DensePasses:
     """Passes over texts of one decoder.  Nothing else may use the decoder's target meanwhile.
 
+    poll: called before each layer of a pass and before logits; what it raises ends the pass, and leaves the model as it was.
+
     model, settings: its own.  as_stored: keys and values as its cache would give them back; None: it keeps them exactly.
     choosing: whether the target chooses experts or keys by scores.  steps: whether keys and values are kept in 8 bits.  Where a
     score or a value lies on a boundary within rounding, a pass may take either side, and its logits are then far off.
     """
 
-    def __init__(self, model: Target, settings: EngineSettings, as_stored: StoreFn | None) -> None:
+    def __init__(self, model: Target, settings: EngineSettings, as_stored: StoreFn | None, poll: Poll | None = None) -> None:
         self.model, self.dtype, self.device = model, settings.dtype, settings.device
-        self._as_stored, self._numerics = as_stored, settings.numerics
+        self._as_stored, self._numerics, self._poll = as_stored, settings.numerics, poll
         self._queries_as_read = rounded_queries if settings.options.int8_queries else None
         config = self.model.config
         self.choosing = config.has_experts or config.max_read is not None
@@ -60,11 +63,9 @@ class DensePasses:
             kv_layers=config.kv_source,
             queries_as_read=self._queries_as_read,
         )
-        return self.model(
-            torch.tensor(ids, dtype=torch.int64, device=self.device),
-            torch.arange(len(ids), dtype=torch.int64, device=self.device),
-            attn,
-        ).hidden_TH
+        ids_T = torch.tensor(ids, dtype=torch.int64, device=self.device)
+        with self._polled():
+            return self.model(ids_T, torch.arange(len(ids), dtype=torch.int64, device=self.device), attn).hidden_TH
 
     def hidden_nearby(self, ids: Sequence[int], number: int) -> Tensor:
         """As `hidden`, with each number of the embedding an ulp up or down at random, so that every later rounding is another.
@@ -80,5 +81,16 @@ class DensePasses:
         with replaced([self.model.embed_tokens.weight], move):
             return self.hidden(ids)
 
+    @contextmanager
+    def _polled(self) -> Iterator[None]:
+        """Inside, each layer is preceded by a poll."""
+        with ExitStack() as stack:
+            if (poll := self._poll) is not None:
+                for layer in layers_of(self.model):
+                    stack.callback(layer.register_forward_pre_hook(lambda *_: poll()).remove)
+            yield
+
     def logits(self, hidden_RH: Tensor) -> Tensor:
+        if self._poll is not None:
+            self._poll()
         return self.model.vocabulary.whole(self.model.logits(hidden_RH))

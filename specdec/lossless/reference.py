@@ -29,7 +29,7 @@ from torch import Tensor
 from specdec.attention.caches.quant_cache import as_stored
 from specdec.loading.resolve import EngineSettings
 from specdec.lossless.choice import GeneratedText, least_raise
-from specdec.lossless.passes import DensePasses
+from specdec.lossless.passes import DensePasses, Poll
 from specdec.ops.cuda_graph import on_device
 from specdec.ops.launch import launching
 from specdec.runner.workers import Workers
@@ -114,9 +114,13 @@ def read_together(session: Session, text: GeneratedText, asked: Iterable[tuple[i
 def _read_share(
     workers: Workers, settings: EngineSettings, text: GeneratedText, asked: list[tuple[int, int]]
 ) -> ReferenceCheck:
+    return read_text(share_of_passes(workers, settings), text, asked)
+
+
+def share_of_passes(workers: Workers, settings: EngineSettings, poll: Poll | None = None) -> DensePasses:
+    """A rank's share of a decoder's passes.  settings: of any of its ranks.  poll: see DensePasses."""
     verifier, device = workers.verifier, workers.state.lens_B.device
-    passes = DensePasses(verifier.model, replace(settings, device=device), as_stored(verifier.cache))
-    return read_text(passes, text, asked)
+    return DensePasses(verifier.model, replace(settings, device=device), as_stored(verifier.cache), poll)
 
 
 class _Look:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.console import Console
 from rich.text import Text
 
+from specdec.lossless.replay import ReplayedText, ReplayFile
 from specdec.lossless.verification import Divergence, OffTarget, Verification
 from specdec.screen.grid import Grid
 
@@ -41,6 +44,32 @@ def print_verification(found: Verification, console: Console) -> None:
         console.print(
             Text(f"{said}; a drafter that fits the target looks closer (draft='ngram' on text that repeats)", "yellow")
         )
+
+
+def print_replay(file: ReplayFile, texts: Sequence[ReplayedText], console: Console) -> None:
+    """A line a text, and what follows from all of them."""
+    how = "with speculation" if file.speculate else "plainly"
+    console.print(Text(f"{len(file.token_ids)} tokens, written {how} on {file.date} by specdec {file.versions.get('specdec')}"))
+    grid = Grid(("text",), "off target", "parts at", "first token off", "margin", "bound")
+    for each in texts:
+        first = next((token for token in each.check.off if not token.is_explained), None)
+        grid.add(
+            each.name,
+            Text(str(each.wrong), "bold red" if each.wrong else "green"),
+            "" if each.parts_at is None else str(each.parts_at),
+            "" if first is None else f"at {first.index}: {first.token}, the reference {first.best}",
+            "" if first is None else _number(first.margin),
+            f"{each.check.bound:.3g}",
+        )
+    grid.print(console)
+    recorded, *now = texts
+    if any(each.wrong for each in now):
+        said = "the fault happens again: " + ", ".join(each.name for each in now if each.wrong)
+    elif recorded.wrong:
+        said = "the recorded text is not the target's, and what is written now is: another version, machine or moment wrote it"
+    else:
+        said = "nothing is wrong here: the recorded text is the target's own by this reference"
+    console.print(Text(said, "bold red" if recorded.wrong or any(each.wrong for each in now) else "green"))
 
 
 def _summary(found: Verification) -> str:

@@ -24,7 +24,7 @@ def widened(model: nn.Module, dtype: torch.dtype, small: int = SMALL) -> Iterato
     when that ends, so that one layer at a time is held twice.  Weights that belong to no layer, such as the embedding, and
     ones (of at most `small` numbers) stay wide inside the whole block: layers read some of each other's norms.
     """
-    layers = list(_layers(model))
+    layers = list(layers_of(model))
     late = {id(tensor) for layer in layers for tensor in _held(layer) if tensor.numel() > small}
 
     def widen(tensor: Tensor) -> Tensor:
@@ -50,10 +50,10 @@ def replaced(tensors: Sequence[Tensor], change: Callable[[Tensor], Tensor]) -> I
             tensor.data = data
 
 
-def _layers(model: nn.Module) -> Iterator[nn.Module]:
-    """The entries of the outermost lists of modules."""
+def layers_of(model: nn.Module) -> Iterator[nn.Module]:
+    """The entries of the outermost lists of modules, such as a model's layers."""
     for child in model.children():
-        yield from child if isinstance(child, nn.ModuleList) else _layers(child)
+        yield from child if isinstance(child, nn.ModuleList) else layers_of(child)
 
 
 def _held(module: nn.Module) -> list[Tensor]:

@@ -17,13 +17,16 @@ from specdec.attention.caches.layout import CacheLayout, KVView, UnlikeLayout
 from specdec.attention.caches.mla_cache import LatentLayout
 from specdec.attention.caches.quant_cache import FP8_MIN_ARCHITECTURE, QuantLayout, QuantView
 from specdec.attention.caches.sparse_cache import SparseLatentLayout
+from specdec.attention.caches.split_cache import SplitLayout
 from specdec.attention.kinds import LayerKind
 from specdec.checks import require_choice
 from specdec.models.config import ModelConfig
 
 LayerTensors = dict[str, Tensor]  # one layer's part of a cache: by buffer, a tensor [num_slots, ...]; and "scale", see below
 SCALE = "scale"  # beside the keys and values in fp8 of a layer: their scales [2, K] float32
-LAYOUTS = (HeadsLayout, QuantLayout, LatentLayout, Fp8LatentLayout, SparseLatentLayout)  # what operators read and write
+LAYOUTS = (  # what operators read and write
+    HeadsLayout, QuantLayout, SplitLayout, LatentLayout, Fp8LatentLayout, SparseLatentLayout,
+)  # fmt: skip
 
 
 def layout_of(layout: CacheLayout, layer: int) -> CacheLayout:

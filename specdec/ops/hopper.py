@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, tma
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
-_copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
+copy_to_shared = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 
 
 @gluon.jit
@@ -41,7 +41,7 @@ def gdc_launch_dependents():
 def copy_rows(to, base_R, ok_R, COLUMNS: gl.constexpr, layout: gl.constexpr):
     """Copies rows of COLUMNS values that start at base_R.  Rows that are not ok become zeros: what lies there may be NaN."""
     c = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
-    _copy(to, base_R[:, None] + c[None, :], mask=ok_R[:, None] & (c < COLUMNS)[None, :])
+    copy_to_shared(to, base_R[:, None] + c[None, :], mask=ok_R[:, None] & (c < COLUMNS)[None, :])
 
 
 @gluon.jit

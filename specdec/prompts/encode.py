@@ -9,6 +9,7 @@ from typing import Any
 from specdec.checks import PromptTooLong, about, is_array, is_number
 from specdec.config import SamplingParams
 from specdec.limits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
+from specdec.prompts.chat import ChatPrompt
 from specdec.prompts.tokenizer import Tokenizer
 
 # str, token ids (a list, a tuple, a one-dimensional array of numpy or torch), or a list of {"role": ..., "content": ...}
@@ -60,12 +61,13 @@ def encode_prompt(prompt: Prompt, name: str, tokenizer: Tokenizer, vocab_size: i
         ids = tokenizer.encode(prompt)
         if not ids:
             raise ValueError(f"{name} is {prompt[:100]!r}, of which the tokenizer makes no token; expected some text")
-    elif is_chat(prompt):
-        if fault := chat_fault(prompt, name):
+    elif isinstance(prompt, ChatPrompt) or is_chat(prompt):
+        chat = prompt if isinstance(prompt, ChatPrompt) else ChatPrompt(prompt)
+        if fault := chat_fault(chat.messages, name):
             raise TypeError(fault)
-        for i, message in enumerate(prompt):
+        for i, message in enumerate(chat.messages):
             _check_unicode(message["content"] or "", f"{name}[{i}]['content']")
-        ids = tokenizer.encode_chat(list(prompt), name)
+        ids = tokenizer.encode_chat(chat.messages, name, chat)
     else:
         ids = prompt
     return checked_ids(ids, name, vocab_size)

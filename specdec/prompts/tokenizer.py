@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import copy
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from specdec.checks import about
 from specdec.models.gguf.file import is_gguf
 from specdec.models.gguf.tokenizer import gguf_tokenizer
+from specdec.prompts.chat import ChatPrompt, check_kwargs, with_objects
 
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # a folder with one of them holds a tokenizer
 OTHER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt", "chat_template.jinja")
@@ -21,10 +24,11 @@ OTHER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens
 class Tokenizer:
     """A target's Hugging Face tokenizer.  If its folder holds none, prompts must be token ids, and outputs have no text.
 
-    folder: of the target, or its GGUF file.  ValueError if a tokenizer is there that can't be read.
+    folder: of the target, or its GGUF file.  template: a file with a chat template, in the place of the folder's.
+    ValueError if a tokenizer is there that can't be read, or a template is given where there is none.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, template: str | Path | None = None) -> None:
         self._folder = folder
         self._inner: Any = None
         self._pieces: dict[int, str] = {}
@@ -40,10 +44,20 @@ class Tokenizer:
         if self._inner is not None:
             # A text that is too long is refused; transformers would warn of it, besides, in words about other code.
             getattr(self._inner, "deprecation_warnings", {})["sequence-length-is-longer-than-the-specified-maximum"] = True
+        if template is not None:
+            inner = self._need("chat_template")
+            try:
+                inner.chat_template = Path(template).read_text(encoding="utf-8")
+            except UnicodeDecodeError as error:
+                raise ValueError(f"chat_template: {template} is not UTF-8 text: {error}") from None
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text.  ValueError without a tokenizer."""
         return list(self._need("a text prompt").encode(text))
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Token ids of a text, without tokens that begin or end texts.  ValueError without a tokenizer."""
+        return list(self._need("a text").encode(text, add_special_tokens=False))
 
     def encode_pieces(self, pieces: list[str]) -> list[NDArray[np.int32]]:
         """Token ids of each piece of a longer text, without tokens that begin or end texts.  ValueError without a tokenizer."""
@@ -67,8 +81,8 @@ class Tokenizer:
             raise ValueError(f"prediction is {text!r}, of which the tokenizer makes no token; leave it out")
         return ids
 
-    def encode_chat(self, messages: list[Any], name: str) -> list[int]:
-        """Token ids of a chat, up to where the answer begins.  name: what errors call the chat.
+    def encode_chat(self, messages: Sequence[Any], name: str, chat: ChatPrompt | None = None) -> list[int]:
+        """Token ids of a chat, up to where the answer begins.  name: what errors call the chat.  chat: what else is said of it.
 
         ValueError without a tokenizer or a chat template, and if the template refuses the messages or fails on them.
         """
@@ -78,8 +92,14 @@ class Tokenizer:
                 f"{name} holds chat messages, but the tokenizer in {self._folder} has no chat template: neither "
                 "chat_template.jinja nor tokenizer_config.json there holds one; nearest thing that works: a string or token ids"
             )
+        told = ChatPrompt(messages) if chat is None else chat
+        if told.kwargs:
+            with about("chat_template_kwargs"):
+                check_kwargs(told.kwargs, self.template_variables, "chat_template_kwargs")
+        if self.takes_objects:
+            messages = with_objects(messages)
         try:
-            ids = inner.apply_chat_template(messages, add_generation_prompt=True, tokenize=True)
+            ids = inner.apply_chat_template(list(messages), tokenize=True, **told.settings)
         except Exception as error:  # of any kind: a template is a program
             raise ValueError(self._template_fault(name, error)) from error
         found = list(ids["input_ids"] if isinstance(ids, Mapping) else ids)
@@ -89,6 +109,39 @@ class Tokenizer:
                 "the chat up to where the answer begins; nearest thing that works: a string or token ids"
             )
         return found
+
+    @property
+    def template(self) -> str | None:
+        """The text of the chat template; None: there is none.  Of several it is the usual one."""
+        found = None if self._inner is None else self._inner.chat_template
+        return found.get("tool_use", found.get("default")) if isinstance(found, dict) else found
+
+    @cached_property
+    def template_variables(self) -> frozenset[str]:
+        """The names that the chat template reads; none if there is none, or it is broken."""
+        from jinja2 import TemplateError
+        from jinja2.meta import find_undeclared_variables
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        try:
+            compiled = _compile_jinja_template(self.template or "")
+            return frozenset(find_undeclared_variables(compiled.environment.parse(self.template or "")))
+        except TemplateError:
+            return frozenset()
+
+    @cached_property
+    def takes_objects(self) -> bool:
+        """Whether the chat template takes arguments of calls as objects; some join them to other texts."""
+        function = {"name": "look", "arguments": {"at": "it"}}
+        call = {"id": "call00000", "type": "function", "function": function}
+        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+        try:
+            self._inner.apply_chat_template(chat, tokenize=False)
+        except TypeError:
+            return False
+        except Exception:  # of any kind: a template is a program, and may refuse this chat
+            return True
+        return True
 
     def turn_end(self) -> int | None:
         """The special token that the chat template writes after an answer; None if it writes none, or there is no template.
@@ -122,6 +175,20 @@ class Tokenizer:
         if self._inner is None:
             return ""
         return self._inner.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def decode_all(self, token_ids: Any) -> str:
+        """The text of the ids, with the names of special tokens; empty without a tokenizer."""
+        if self._inner is None:
+            return ""
+        return self._inner.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    @cached_property
+    def special_texts(self) -> tuple[str, ...]:
+        """The names of special tokens, which `decode` leaves out."""
+        if self._inner is None:
+            return ()
+        added = self._inner.added_tokens_decoder.values()
+        return tuple(sorted({*self._inner.all_special_tokens, *(token.content for token in added if token.special)}))
 
     def piece(self, token_id: int) -> str:
         """The text of one token within a text, of a special token too; "token_id:5" without a tokenizer."""
@@ -167,6 +234,10 @@ class Tokenizer:
         if self._inner is None:
             raise ValueError(f"{what} needs a tokenizer, but {self._folder} holds none; expected lists of token ids")
         return self._inner
+
+    def without_folder(self, message: str) -> str:
+        """An error's message for whoever must not learn where the files lie."""
+        return message.replace(str(self._folder), "this model")
 
     def _template_fault(self, name: str, error: Exception) -> str:
         """One line about the error: what the template says against the messages, or what is wrong with the template itself."""

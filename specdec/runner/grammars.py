@@ -27,12 +27,14 @@ from specdec.batch.emitted import EmittedRows, FirstTokens
 from specdec.batch.masks import BitMasks
 from specdec.batch.transfer import host_memory, to_device
 from specdec.batch.tree import DraftTree
+from specdec.generation import Emitted
+from specdec.grammar.late import LateMatcher
 from specdec.grammar.library import Grammars
 from specdec.grammar.matcher import Matcher
 from specdec.grammar.tree_completion import TreeCompletion, look_ahead
 from specdec.parallel.group import ALONE, Group
 from specdec.runner.readback import HostCopy, Readback
-from specdec.steps import Emitted, Grammar, LeaveRows, PromptPart, RowEntry
+from specdec.steps import Grammar, LeaveRows, PromptPart, RowEntry
 
 HostTree: TypeAlias = tuple[Sequence[int], Sequence[int]]  # tokens and parents
 HostTrees: TypeAlias = dict[int, tuple[list[int], list[int]]]  # by row
@@ -43,7 +45,7 @@ NO_TREE: HostTree = (), ()
 class GrammarRow:
     """One text."""
 
-    matcher: Matcher | None  # of the first rank; others have none
+    matcher: Matcher | LateMatcher | None  # of the first rank; others have none
     speculates: bool  # whether draft tokens may be accepted
     runs: bool = False  # whether its prompt is complete
     is_unreported: bool = False  # whether its drafts have ended here, and the scheduler does not know yet
@@ -81,7 +83,7 @@ class GrammarRows:
                 matcher.take(entry.written)
             self._rows[entry.row] = GrammarRow(matcher, entry.speculates)
 
-    def _matcher(self, grammar: Grammar) -> Matcher | None:
+    def _matcher(self, grammar: Grammar) -> Matcher | LateMatcher | None:
         if self._group.rank != 0:
             return None
         assert self.library is not None, "whoever checks grammars hands the runner what compiles them"
@@ -170,16 +172,18 @@ class GrammarRows:
         drafted_2BN = torch.stack((tree.tokens_BN, tree.parents_BN))
         host_copy, made_2BN = self._readback.start(drafted_2BN), self._host(drafted_2BN)
         self._take()
-        drafting = [
-            (place, row.matcher)
-            for place, row in self._running(len(tree.tokens_BN))
-            if row.speculates and row.matcher is not None and not row.matcher.is_over and not row.matcher.is_stuck
-        ]
+        rows = [(place, row.matcher) for place, row in self._running(len(tree.tokens_BN)) if row.speculates]
+        drafting = [(place, judge) for place, matcher in rows if matcher is not None and (judge := matcher.judge) is not None]
         for _, matcher in drafting:  # as long as the device extends and drafts
             if host_copy.device_waits:
                 break
             look_ahead(matcher, tree.num_nodes, tree.max_depth, tree.is_chain, lambda: host_copy.device_waits)
-        values, trees, is_changed = host_copy.read(Tensor.tolist), HostTrees(), False
+        values, is_changed = host_copy.read(Tensor.tolist), False
+        trees = {  # those of texts that wait for their grammar stay what they are, and may hold the place where it begins
+            place: (values[0][place], values[1][place])
+            for place, matcher in rows
+            if isinstance(matcher, LateMatcher) and not matcher.is_armed
+        }
         for place, matcher in drafting:
             drafted = values[0][place], values[1][place]
             trees[place] = TreeCompletion(matcher, *drafted, tree.max_depth, tree.is_chain).run()
@@ -237,7 +241,7 @@ class GrammarRows:
     def _running(self, rows: int) -> list[tuple[int, GrammarRow]]:
         return [(place, row) for place, row in sorted(self._rows.items()) if row.runs and place < rows]
 
-    def _send(self, rows: int, nodes: int, texts: Sequence[tuple[int, Matcher | None, HostTree]]) -> BitMasks:
+    def _send(self, rows: int, nodes: int, texts: Sequence[tuple[int, Matcher | LateMatcher | None, HostTree]]) -> BitMasks:
         """Makes the masks of texts at these places, and copies them to the device."""
         if (rows, nodes) not in self._buffers:
             device, words = self._readback.device, -(-self._vocab_size // 32)

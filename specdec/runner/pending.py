@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from specdec.batch.emitted import read_logprobs, read_trees
+from specdec.batch.emitted import read_logprobs, read_scores, read_trees
+from specdec.generation import Emitted
 from specdec.runner.readback import Readback
-from specdec.steps import Emitted
 
 
 class EmittedPending:
     """What a chunk or a round emits.
 
     numbers: what tokens are read from, by `read`.  logprobs: rows of `token_logprobs`; trees: of `tree_numbers`; None: there
-    are none.  ended: see Pending.  begun: the event from before a timed round.
+    are none.  ended: see Pending.  begun: the event from before a timed round.  scores: of a chunk's tokens, with how many each
+    part has (see `read_scores`).
     """
 
     def __init__(
@@ -28,10 +30,13 @@ class EmittedPending:
         ended: Sequence[int] = (),
         begun: Any = None,
         trees: Tensor | None = None,
+        scores: tuple[Tensor, Sequence[int]] | None = None,
     ) -> None:
         self._read, self.ended = read, ended
         besides: list[tuple[str, Tensor | None, Callable[[Tensor], list[Any]]]]
         besides = [("logprobs", logprobs, read_logprobs), ("tree", trees, read_trees)]
+        if scores is not None:
+            besides.append(("scores", scores[0], partial(read_scores, counts=scores[1])))
         self._besides = [(name, readback.start(given), of) for name, given, of in besides if given is not None]
         self._numbers = readback.start(numbers, begun)
         self.done = self._numbers.done  # the event after the step

@@ -17,8 +17,9 @@ from torch import Tensor
 from specdec.attention.pages import PageTable
 from specdec.batch.emitted import FirstTokens
 from specdec.batch.masks import BitMasks
-from specdec.batch.ragged import ChunkShape, RaggedPrompts, flat_chunk
+from specdec.batch.ragged import ChunkShape, RaggedPrompts, ScoredTokens, flat_chunk, scored_places
 from specdec.batch.state import BatchState
+from specdec.batch.transfer import to_device
 from specdec.ops.cuda_graph import GraphSet
 from specdec.runner.grammars import GrammarRows
 from specdec.runner.workers import Workers
@@ -57,6 +58,8 @@ class PromptRunner:
     def run(self, chunk: RunChunk) -> FirstTokens:
         """Runs the chunk."""
         exact = self.shape_of(chunk)
+        if any(part.scored for part in chunk.parts):
+            return self._eager(chunk, exact)
         bucket = bucket_of(exact)
         # A backend that reads lengths on the host needs those of each chunk, so it can't replay another chunk's graph.
         reads_lengths = not self.workers.verifier.backend.reads_no_lengths
@@ -76,7 +79,11 @@ class PromptRunner:
         return ChunkShape.of(chunk.parts, self.workers.keeps_states)
 
     def _eager(self, chunk: RunChunk, shape: ChunkShape) -> FirstTokens:
-        return self._pass(self.to_device(chunk, shape), ChunkKey(shape, chunk.needs, chunk.drafted), self._masks(chunk, shape))
+        scored, places = None, scored_places(chunk.parts)
+        if places:
+            scored = ScoredTokens(to_device(places, self.workers.state.lens_B.device), chunk.tops)
+        key = ChunkKey(shape, chunk.needs, chunk.drafted)
+        return self._pass(self.to_device(chunk, shape), key, self._masks(chunk, shape), scored)
 
     def rehearse(self, chunk: RunChunk, padded: bool = False) -> None:
         """Runs the chunk's first pass as a rehearsal (ops/compiling/rehearsal.py) does.  padded: or its second one."""
@@ -101,12 +108,12 @@ class PromptRunner:
     def _masks(self, chunk: RunChunk, shape: ChunkShape) -> BitMasks | None:
         return self.grammars.of_chunk(shape.parts, chunk.parts) if chunk.needs.grammar else None
 
-    def _pass(self, flat: Tensor, key: ChunkKey, masks: BitMasks | None) -> FirstTokens:
+    def _pass(self, flat: Tensor, key: ChunkKey, masks: BitMasks | None, scored: ScoredTokens | None = None) -> FirstTokens:
         """One pass over the chunk `flat`.  Eager calls, captures and replays all run this code."""
         verifier, state = self.workers.verifier, self.workers.state
         prompts = RaggedPrompts.from_flat(flat, key.shape, *prompt_pages(state), encoder_texts=state.encoder_texts)
         sampling = state.sampling_of(prompts.rows_B, key.needs)._replace(masks=masks)
-        first, features_TF = verifier.prefill(prompts, sampling, key.needs, key.drafted)
+        first, features_TF = verifier.prefill(prompts, sampling, key.needs, key.drafted, scored)
         start_prompts(self.workers, prompts, first, features_TF if key.drafted else None, key.needs)
         return first
 

@@ -186,7 +186,8 @@ class DeviceRunner:
         """What the chunk emits."""
         read, parts = partial(FirstTokens.read, wanted=[part.emits for part in step.parts]), len(step.parts)
         logprobs = None if first.logprobs_BY is None else first.logprobs_BY[:parts]
-        return EmittedPending(self.readback, first.tokens_B[:parts], read, logprobs)
+        scores = None if first.scores_RY is None else (first.scores_RY, [part.num_scores for part in step.parts])
+        return EmittedPending(self.readback, first.tokens_B[:parts], read, logprobs, scores=scores)
 
     def _mixed(self, step: steps.RunMixed) -> steps.Pending:
         if self.clock.enabled:  # phases are timed by themselves
@@ -261,8 +262,8 @@ class DeviceRunner:
                 (state.encoder_page_B, state.encoder_lens_B), to_device(texts, device, torch.int32).unbind(1)
             ):
                 tensor.index_copy_(0, rows_R, values_R)
-        if self.workers.keeps_states:
-            self.workers.enter_states(rows_R, to_device([entry.state for entry in entries], device))
+        if self.workers.verifier.keeps_states:
+            self.workers.verifier.enter_rows(rows_R, to_device([entry.state for entry in entries], device))
         if self.workers.drafter is not None:
             self.workers.drafter.enter(step.entries)
         for entry in step.entries:

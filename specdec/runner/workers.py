@@ -43,13 +43,6 @@ class Workers:
         """Whether either model has layers that keep states by row."""
         return self.verifier.keeps_states or (self.drafter is not None and self.drafter.keeps_states)
 
-    def enter_states(self, rows_R: Tensor, states_R: Tensor) -> None:
-        """Rows (int64) go on with these states (int64 numbers), in both models."""
-        if self.verifier.keeps_states:
-            self.verifier.enter_rows(rows_R, states_R)
-        if self.drafter is not None and self.drafter.keeps_states:
-            self.drafter.enter_rows(rows_R, states_R)
-
     def count_experts(self, counts: bool) -> None:
         """From now on rounds count the experts that they choose, or no longer."""
         if counts and not self.counters:

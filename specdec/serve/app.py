@@ -8,33 +8,48 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from specdec.checks import nearest_name
-from specdec.serve.endpoints import Endpoints, ReadMetrics
+from specdec.serve.endpoints import Endpoints, ReadMetrics, SetCorpus
 from specdec.serve.log import CLIENT_GONE
 from specdec.serve.middleware import ENTRY, OPEN_PATHS, RequestMiddleware
 from specdec.serve.page.files import FOLDER, front_page, page_file
+from specdec.serve.responses.request import RESPONSES
 from specdec.serve.state import ServerState
 from specdec.serve.wire.errors import ApiError, ClientGone, ErrorAnswer
-from specdec.serve.wire.fields import CHAT, COMPLETIONS, CORPUS
+from specdec.serve.wire.fields import CHAT, COMPLETIONS, CORPUS, DRAFTING
 
-PATHS = ("/v1/models", COMPLETIONS, CHAT, CORPUS, *OPEN_PATHS)
+PATHS = ("/v1/models", COMPLETIONS, CHAT, RESPONSES, CORPUS, DRAFTING, "/tokenize", "/detokenize", "/version", *OPEN_PATHS)
+# Where callers look for what stands under another path here, or nowhere; names that look alike would lead astray.
+ELSEWHERE = {
+    "/v1/messages": CHAT, "/v1/chat": CHAT, "/api/chat": CHAT, "/api/generate": COMPLETIONS,
+    "/generate": COMPLETIONS, "/v1/generate": COMPLETIONS, "/v1/engines": "/v1/models", "/v1": "/v1/models",
+    "/healthz": "/health", "/livez": "/health", "/readyz": "/ready", "/docs": "docs/SERVING.md of specdec",
+}  # fmt: skip
+ABSENT = ("embeddings", "rerank", "moderations", "images", "audio", "files", "batches", "assistants", "threads")
 
 
-def app_of(state: ServerState, read_metrics: ReadMetrics | None = None) -> FastAPI:
+def app_of(state: ServerState, read_metrics: ReadMetrics | None = None, set_corpus: SetCorpus | None = None) -> FastAPI:
     """The application over a server's state.  FastAPI's pages of documentation are off: they load scripts from another site.
 
-    read_metrics: what /metrics answers; None: the metrics of this server.
+    read_metrics: what /metrics answers; None: the metrics of this server.  set_corpus: what /v1/corpus does; None: it sets the
+    corpus of this server.
     """
     app = FastAPI(title="specdec", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    endpoints = Endpoints(state, read_metrics)
+    state.counts.know((*PATHS, "/"))
+    endpoints = Endpoints(state, read_metrics, set_corpus)
     for path, endpoint, methods in (
         (COMPLETIONS, endpoints.completions, ["POST"]),
         (CHAT, endpoints.chat, ["POST"]),
+        (RESPONSES, endpoints.responses, ["POST"]),
         (CORPUS, endpoints.corpus, ["POST"]),
-        ("/v1/models", endpoints.models, ["GET"]),
-        ("/v1/models/{name:path}", endpoints.model, ["GET"]),
+        (DRAFTING, endpoints.drafting, ["GET", "HEAD", "POST"]),
+        ("/tokenize", endpoints.tokenize, ["POST"]),
+        ("/detokenize", endpoints.detokenize, ["POST"]),
+        ("/version", endpoints.version, ["GET", "HEAD"]),
+        ("/v1/models", endpoints.models, ["GET", "HEAD"]),
+        ("/v1/models/{name:path}", endpoints.model, ["GET", "HEAD"]),
         ("/health", endpoints.health, ["GET", "HEAD"]),
         ("/ready", endpoints.ready, ["GET", "HEAD"]),
-        ("/metrics", endpoints.metrics, ["GET"]),
+        ("/metrics", endpoints.metrics, ["GET", "HEAD"]),
     ):
         app.add_api_route(path, endpoint, methods=methods, response_model=None)
     if state.options.page:
@@ -66,10 +81,22 @@ async def _answer_wrong_path(request: Request, error: Exception) -> Response:
         message = f"{request.method} is not what {path} takes; nearest: {(error.headers or {}).get('Allow', '')}"
         wrong = ApiError(405, message, code="method_not_allowed")
     else:
-        alike = nearest_name(path, PATHS)
+        alike = nearest_path(path)
         message = f"there is no {path} here; " + (f"nearest: {alike}" if alike else f"there are: {', '.join(PATHS)}")
         wrong = ApiError(error.status_code, message, code="not_found")
     request.scope[ENTRY].failed(wrong)
     answer = ErrorAnswer(wrong)
     answer.headers.update(error.headers or {})
     return answer
+
+
+def nearest_path(path: str) -> str:
+    """The path that does what a caller of another one most likely wants; empty if none does."""
+    bare = "/" + path.strip("/").lower()
+    if bare in ELSEWHERE:
+        return ELSEWHERE[bare]
+    if bare in PATHS or f"/v1{bare}" in PATHS:  # a slash too many, or a base URL without /v1
+        return bare if bare in PATHS else f"/v1{bare}"
+    if any(part in ABSENT for part in bare.split("/")):
+        return ""
+    return nearest_name(bare, PATHS)

@@ -2,36 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import ExitStack
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from specdec.serve.generate import make_requests, run_all
+from specdec import __version__
+from specdec.serve.chats.reply_stream import writer_of
+from specdec.serve.generate import make_requests, prompts_of, run_all
 from specdec.serve.metrics import registry_of
 from specdec.serve.middleware import ENTRY
+from specdec.serve.responses.endpoint import answer_response
 from specdec.serve.state import ServerState
 from specdec.serve.stream import EventStream
+from specdec.serve.tokens.endpoints import answer_detokenize, answer_tokenize
 from specdec.serve.wire.answers import AnswerHeading, model_card, whole_answer
 from specdec.serve.wire.body import parse_object, read_body
 from specdec.serve.wire.corpus import corpus_answer, read_corpus_plan
 from specdec.serve.wire.errors import wrong
-from specdec.serve.wire.fields import CHAT, COMPLETIONS
+from specdec.serve.wire.fields import CHAT, COMPLETIONS, only_used
 from specdec.serve.wire.requests import read_plan, unknown_model
 
 ReadMetrics = Callable[[], Awaitable[bytes]]  # gives the page of /metrics
+SetCorpus = Callable[[str, Sequence[str]], Coroutine[Any, Any, int]]  # see SpecDecoder.set_corpus
 
 
 class Endpoints:
     """The methods are what the paths answer."""
 
-    def __init__(self, state: ServerState, read_metrics: ReadMetrics | None) -> None:
+    def __init__(self, state: ServerState, read_metrics: ReadMetrics | None, set_corpus: SetCorpus | None) -> None:
         self._state = state
-        self._registry: CollectorRegistry = registry_of(lambda: state.decoder.totals, state.counts)
+        self._registry: CollectorRegistry = registry_of(lambda: state.decoder.totals, state.counts, state.options)
         self._read_metrics = read_metrics or self._own_metrics
+        self._set_corpus = set_corpus or self._own_corpus
 
     async def completions(self, request: Request) -> Response:
         return await self._generate(request, COMPLETIONS)
@@ -39,18 +47,44 @@ class Endpoints:
     async def chat(self, request: Request) -> Response:
         return await self._generate(request, CHAT)
 
+    async def responses(self, request: Request) -> Response:
+        return await answer_response(self._state, request, await self._body(request))
+
     async def corpus(self, request: Request) -> Response:
         """Adds or replaces texts of which drafts are made.  They are encoded on another thread than the event loop's."""
         state = self._state
-        state.check_open()
-        body = await read_body(request.receive, request.headers, state.options.max_body_bytes, state.options.read_seconds)
-        name, texts = read_corpus_plan(parse_object(body))
-        setting = state.decoder.prepared(lambda decoder: decoder.set_corpus(name, texts))
+        name, texts = read_corpus_plan(await self._body(request))
         try:
-            tokens = await state.unless_gone(setting, request.receive)
+            tokens = await state.unless_gone(self._set_corpus(name, texts), request.receive)
         except (TypeError, ValueError) as error:
             raise wrong("text", str(error)) from None
         return JSONResponse(corpus_answer(name, len(texts), tokens))
+
+    async def _own_corpus(self, name: str, texts: Sequence[str]) -> int:
+        return await self._state.decoder.prepared(lambda decoder: decoder.set_corpus(name, texts))
+
+    async def drafting(self, request: Request) -> Response:
+        """Whether anything is drafted, and a switch for it: an audit may have turned it off (`audit_stop`)."""
+        state, decoder = self._state, self._state.decoder.decoder
+        if request.method == "POST":
+            state.check_open()
+            enabled = only_used(parse_object(await self._body(request)), ("enabled",), {}, "").get("enabled")
+            if not isinstance(enabled, bool):
+                raise wrong("enabled", 'enabled must be true or false; nearest thing that works: {"enabled": true}')
+            if decoder.head is None:
+                raise wrong("enabled", "there is no drafter here to switch; nearest thing that works: a server with --draft")
+            decoder.set_drafting(enabled)
+            await asyncio.to_thread(decoder.owner.settle)
+        return JSONResponse({"object": "drafting", "enabled": decoder.is_drafting})
+
+    async def tokenize(self, request: Request) -> Response:
+        return await answer_tokenize(self._state, request, await self._body(request))
+
+    async def detokenize(self, request: Request) -> Response:
+        return await answer_detokenize(self._state, await self._body(request))
+
+    async def version(self, request: Request) -> Response:
+        return JSONResponse({"version": __version__})
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._card()]})
@@ -83,22 +117,30 @@ class Endpoints:
         state = self._state
         return model_card(state.options.name, state.created, state.max_seq_len)
 
-    async def _generate(self, request: Request, path: str) -> Response:
-        """Everything is checked before the status is sent, so a stream never fails for what it was given."""
-        state, entry = self._state, request.scope[ENTRY]
+    async def _body(self, request: Request) -> dict[str, Any]:
+        """The JSON object that a request brings."""
+        state = self._state
         state.check_open()
         options = state.options
-        body = await read_body(request.receive, request.headers, options.max_body_bytes, options.read_seconds)
-        plan = read_plan(parse_object(body), path, state.options.name, state.options.max_tokens_cap)
+        return parse_object(await read_body(request.receive, request.headers, options.max_body_bytes, options.read_seconds))
+
+    async def _generate(self, request: Request, path: str) -> Response:
+        """Everything is checked before the status is sent, so a stream never fails for what it was given."""
+        state, entry, options = self._state, request.scope[ENTRY], self._state.options
+        limits = options.max_tokens_cap, options.max_logprobs, options.lenient
+        plan = read_plan(await self._body(request), path, options.name, *limits)
         entry.plan(plan, state.options.log_prompts)
         heading = AnswerHeading(("chatcmpl-" if plan.is_chat else "cmpl-") + entry.id.removeprefix("req-"), state.options.name)
         with ExitStack() as held:
             state.check_open()  # again: the body may have taken its time
             queued = held.enter_context(state.queue.enter(plan.choices, "n" if plan.n > 1 else plan.prompt_field))
-            making = make_requests(state.decoder, plan, state.options.max_tokens_cap)
-            queued.requests = await state.unless_gone(making, request.receive)
+            making = make_requests(state.decoder, plan, state.options.max_tokens_cap, state.form)
+            made = await state.unless_gone(making, request.receive)
+            queued.requests = made.requests
+            prompts = prompts_of(state.decoder.decoder, plan, made.requests)
             if plan.stream:
-                return EventStream(state, plan, queued.requests, heading, held.pop_all(), entry)
-            generations = await state.unless_gone(run_all(state.decoder, queued.requests), request.receive)
+                writer = writer_of(heading, plan, prompts, state.piece, made.reader)
+                return EventStream(state, plan, made.requests, writer, held.pop_all(), entry)
+            generations = await state.unless_gone(run_all(state.decoder, made.requests), request.receive)
         entry.finished(plan, generations, state.options.log_prompts)
-        return JSONResponse(whole_answer(heading, plan, generations, state.piece))
+        return JSONResponse(whole_answer(heading, plan, generations, prompts, state.piece, made.reader))

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specdec.generation import Generation
+from specdec.prompts.chat import ChatPrompt
 from specdec.serve.process.output import json_line
 from specdec.serve.wire.answers import FINISH_REASONS, usage
 from specdec.serve.wire.errors import MAX_MESSAGE_LENGTH, REQUEST_FAILED, ApiError
@@ -22,7 +23,7 @@ from specdec.serve.wire.requests import RequestPlan
 
 DEVICE_MODULES = ("torch", "triton")  # their errors speak of memory and kernels; a tokenizer's may quote what it was given
 CLIENT_GONE = 499  # the status in the log where nobody was left to answer to
-
+DONE, REFUSED, FAILED, GONE = ENDS = "done", "refused", "failed", "gone"  # of requests; a stream may fail after its status, 200
 
 MAX_PATH_LENGTH = 200  # callers choose the path
 
@@ -42,7 +43,7 @@ class LogEntry:
     def plan(self, plan: RequestPlan, log_prompts: bool) -> None:
         self.notes |= {"stream": plan.stream, "prompts": len(plan.prompts), "choices": plan.choices}
         if log_prompts:
-            self.notes["prompt_texts"] = list(plan.prompts)
+            self.notes["prompt_texts"] = [each.messages if isinstance(each, ChatPrompt) else each for each in plan.prompts]
 
     def finished(self, plan: RequestPlan, generations: Sequence[Generation], log_prompts: bool) -> None:
         counted = usage(plan, generations)
@@ -64,6 +65,15 @@ class LogEntry:
     def crashed(self, error: BaseException) -> None:
         """An error that nobody expected: where it was raised, but not its message, which may quote the request."""
         self.notes["crash"] = {"type": type(error).__name__, "traceback": places(error)}
+
+    @property
+    def end(self) -> str:
+        """One of ENDS: how the request has ended."""
+        if self.status == CLIENT_GONE:
+            return GONE
+        if 400 <= self.status < 500:
+            return REFUSED
+        return DONE if 0 < self.status < 400 and not self.notes.keys() & {"error", "crash"} else FAILED
 
     def write(self) -> None:
         seconds = time.perf_counter() - self.began

@@ -5,8 +5,10 @@ from __future__ import annotations
 import secrets
 from typing import Any
 
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from specdec.serve.access.checks import Headers
 from specdec.serve.log import CLIENT_GONE, LogEntry
 from specdec.serve.page.files import PATHS
 from specdec.serve.state import ServerState
@@ -14,6 +16,7 @@ from specdec.serve.wire.errors import ErrorAnswer, internal
 
 OPEN_PATHS = ("/health", "/ready", "/metrics")  # without a key, and without a line in the log: they are asked all the time
 ENTRY = "specdec.entry"  # where endpoints find the LogEntry in an ASGI scope
+MAX_ID_LENGTH = 128  # callers may choose ids
 GIVEN_ID = "specdec.id"  # where the middleware finds the request's id in an ASGI scope, if whoever is in front has named it
 
 
@@ -26,26 +29,31 @@ class RequestMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        given = scope.get(GIVEN_ID, "")
+        state, given = self._state, scope.get(GIVEN_ID, "")
         path = scope["path"].removeprefix(scope.get("root_path", ""))  # as the router sees it
-        entry = LogEntry(given or "req-" + secrets.token_hex(12), scope["method"], path)
+        entry = LogEntry(given or _own_id(scope) or "req-" + secrets.token_hex(12), scope["method"], path)
+        for_page = state.origins.headers(_header(scope, b"origin"))
         scope[ENTRY] = entry
-        is_open = entry.path in OPEN_PATHS or (self._state.options.page and entry.path in PATHS)
+        is_open = entry.path in OPEN_PATHS or (state.options.page and entry.path in PATHS)
 
         async def noted(message: Message) -> None:
             if message["type"] == "http.response.start":
                 entry.status = message["status"]
-                if not given:  # otherwise whoever has named it tells the caller
-                    message["headers"] = [*message.get("headers", ()), (b"x-request-id", entry.id.encode())]
+                named = [] if given else [(b"x-request-id", entry.id.encode())]  # whoever has named it tells the caller
+                message["headers"] = [*message.get("headers", ()), *named, *for_page]
             await send(message)
 
         try:
-            error = None if is_open else self._state.key_check.error(_header(scope, b"authorization"))
+            error = None if state.host_check is None else state.host_check.error(scope)
+            if error is None and (allowed := state.origins.preflight(scope)) is not None:  # which brings no key
+                return await Response(None, 204, dict(_texts(allowed)))(scope, receive, noted)
+            if error is None and not is_open:
+                error = state.key_check.error(_header(scope, b"authorization"))
             if error is None:
                 await self._app(scope, receive, noted)
             else:
                 entry.failed(error)
-                await ErrorAnswer(error, self._state.times.discard)(scope, receive, noted)
+                await ErrorAnswer(error, state.times.discard)(scope, receive, noted)
         except Exception as crash:  # a bug of any kind is answered with 500, and the log says where it is
             entry.crashed(crash)
             if not entry.status:
@@ -54,9 +62,19 @@ class RequestMiddleware:
             entry.status = entry.status or CLIENT_GONE
             raise
         finally:
-            self._state.counts.responses[entry.status] += 1
+            state.counts.ended(entry.path, entry.status, entry.end)
             if not is_open:
                 entry.write()
+
+
+def _own_id(scope: Any) -> str:
+    """The id that the caller has given the request; empty if there is none, or one that is no plain word."""
+    given = _header(scope, b"x-request-id").decode("latin-1")
+    return given if len(given) <= MAX_ID_LENGTH and all("!" <= character <= "~" for character in given) else ""
+
+
+def _texts(headers: Headers) -> list[tuple[str, str]]:
+    return [(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers]
 
 
 def _header(scope: Any, name: bytes) -> bytes:

@@ -17,6 +17,7 @@ from typing import Any
 import uvicorn
 
 from specdec.async_decoder import AsyncSpecDecoder
+from specdec.serve.access.checks import HostCheck
 from specdec.serve.app import app_of
 from specdec.serve.log import LineHandler, places, write_line
 from specdec.serve.options import ServeOptions
@@ -87,6 +88,8 @@ class Server(uvicorn.Server):
             )
         )
         self.state = state
+        if state.options.is_loopback and state.options.api_key is None:
+            state.host_check = HostCheck((*state.options.hosts, state.options.host))
         self._loop: asyncio.AbstractEventLoop | None = None
         self._connections: tuple[Connections, ...] = ()
         self._draining: asyncio.Task[None] | None = None

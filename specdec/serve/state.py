@@ -5,18 +5,22 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from starlette.types import Receive
 
 from specdec.async_decoder import AsyncSpecDecoder
+from specdec.prompts.replies import form_of
+from specdec.serve.access.checks import HostCheck, OriginCheck
 from specdec.serve.limits import KeyCheck, Queue
+from specdec.serve.log import ENDS, write_line
 from specdec.serve.options import ServeOptions
 from specdec.serve.times import TIMES, ServeTimes
 from specdec.serve.wire.errors import ClientGone, cut_off, engine_failed, shutting_down
 
+OTHER_PATH = "other"  # of a request for what is not there
 T = TypeVar("T")
 
 
@@ -25,8 +29,18 @@ class Counts:
     """What a server counts besides its engine."""
 
     responses: Counter[int] = field(default_factory=Counter)  # by status
+    requests: Counter[tuple[str, ...]] = field(default_factory=Counter)  # that have ended, by path and end
     connections: int = 0  # how many are open
     cut_connections: Counter[str] = field(default_factory=Counter)  # that the server has refused or closed, by why
+
+    def know(self, paths: Iterable[str]) -> None:
+        """Requests of these paths are counted apart; callers choose all others, of which there may be any number."""
+        self.requests.update({(path, end): 0 for path in (*paths, OTHER_PATH) for end in ENDS})
+
+    def ended(self, path: str, status: int, end: str) -> None:
+        """A request has ended.  status: of its answer.  end: one of ENDS."""
+        self.responses[status] += 1
+        self.requests[path if (path, end) in self.requests else OTHER_PATH, end] += 1
 
 
 class ServerState:
@@ -34,13 +48,19 @@ class ServerState:
 
     is_draining: whether the server takes no more requests.
     max_seq_len: the most tokens of a prompt and its output.  piece: the text of a token.
+    form: how the model writes calls of tools and thoughts.
     """
 
     def __init__(self, decoder: AsyncSpecDecoder, options: ServeOptions, times: ServeTimes = TIMES) -> None:
         self.decoder, self.options, self.times = decoder, options, times
-        self.key_check = KeyCheck(options.api_key)
+        self.key_check, self.origins = KeyCheck(options.api_key), OriginCheck(options.origins)
+        self.host_check: HostCheck | None = None  # made by a server that listens itself
+        if (auditor := decoder.decoder.auditor) is not None:
+            auditor.keeps_texts = options.log_prompts
+            auditor.tell = lambda said: write_line("server", {"level": "error", "message": said})
         settings = decoder.decoder.settings
         self.max_seq_len, self.piece = settings.max_seq_len, decoder.decoder.tokenizer.piece
+        self.form = form_of(decoder.decoder.tokenizer, options.tool_parser, options.reasoning_parser)
         self.queue = Queue(settings.options.max_batch_size + options.max_queue)
         self.created = int(time.time())
         self.counts = Counts()

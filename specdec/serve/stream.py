@@ -10,17 +10,17 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractContextManager, aclosing
+from typing import Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from specdec.async_decoder import AsyncStream
 from specdec.engine.request import Request
-from specdec.generation import Chunk
+from specdec.generation import Chunk, FinishReason, Generation
 from specdec.serve.generate import failure_of
 from specdec.serve.log import CLIENT_GONE, LogEntry
 from specdec.serve.state import ServerState
-from specdec.serve.wire.answers import AnswerHeading, ChunkWriter, error_event
 from specdec.serve.wire.errors import ApiError, ClientGone
 from specdec.serve.wire.requests import RequestPlan
 
@@ -29,23 +29,44 @@ HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # proxies mu
 LAST_WORD_SECONDS = 1.0  # for an error to be written to a reader that may have stopped reading
 
 
+class EventWriter(Protocol):
+    """Writes the events of one stream."""
+
+    def chunk(self, index: int, chunk: Chunk) -> bytes:
+        """A piece of a choice."""
+        ...
+
+    def finish(self, index: int, reason: FinishReason) -> bytes:
+        """The end of a choice."""
+        ...
+
+    def end(self, generations: Sequence[Generation]) -> bytes:
+        """What follows the last choice's end."""
+        ...
+
+    def failed(self, error: ApiError) -> bytes:
+        """The last event of a stream that fails."""
+        ...
+
+
 class EventStream(Response):
     """The response that streams the choices of a plan.
 
-    queued: held until the stream has been read to its end, and left then.  entry: the request's line in the log.
+    writer: writes its events.  queued: held until the stream has been read to its end, and left then.  entry: the request's
+    line in the log.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, state: ServerState, plan: RequestPlan, requests: Sequence[Request], heading: AnswerHeading,
+        self, state: ServerState, plan: RequestPlan, requests: Sequence[Request], writer: EventWriter,
         queued: AbstractContextManager[object], entry: LogEntry,
     ) -> None:  # fmt: skip
         super().__init__(headers=HEADERS)
         del self.headers["content-length"]
         self._state, self._plan, self._entry, self._queued = state, plan, entry, queued
         self._streams = [state.decoder.chunks(request) for request in requests]
-        self._writer = ChunkWriter(heading, plan, state.piece)
+        self._writer = writer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._queued:
@@ -86,7 +107,7 @@ class EventStream(Response):
         """Writes the error as the last event, unless the reader has stopped reading."""
         try:
             async with asyncio.timeout(LAST_WORD_SECONDS):
-                await send({"type": "http.response.body", "body": error_event(error)})
+                await send({"type": "http.response.body", "body": self._writer.failed(error)})
         except TimeoutError:
             pass
 

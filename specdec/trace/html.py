@@ -9,7 +9,7 @@ from importlib.resources import files
 
 from specdec.trace.trace import Trace
 
-SCRIPTS, STYLE = ("tree.js", "charts.js", "trace.js"), "trace.css"
+SCRIPTS, STYLE = ("tree.js", "charts.js", "text.js", "trace.js"), "trace.css"
 
 
 def as_html(trace: Trace) -> str:

@@ -44,8 +44,10 @@ def record(
     done = decoder.generate(listed, params, speculate=speculate, trees=True)
     trace = trace_of(decoder, listed, params, done)
     if times and trace.texts:
-        seconds = timed_rounds(Session(decoder), done[0].prompt_token_ids, params[0], speculate)
+        seconds, accepted = timed_rounds(Session(decoder), done[0].prompt_token_ids, params[0], speculate)
         trace.texts[0] = replace(trace.texts[0], times=seconds)
+        if said := differs(accepted, done[0].stats.accepted_per_round[:MAX_TIMED]):
+            trace.about["times"] = said
     return trace
 
 
@@ -59,14 +61,29 @@ def trace_of(
         shown = prompt if isinstance(prompt, str) else tokenizer.decode(each.prompt_token_ids)
         pieces = pieces_of(each, tokenizer.decode) if tokenizer.is_present else [tokenizer.piece(t) for t in each.token_ids]
         count = len(each.prompt_token_ids)
-        texts.append(TracedText(shown, count, each.token_ids, pieces, each.origins, each.finish_reason, each.rounds))
+        told = each.token_ids, pieces, each.origins, each.finish_reason, each.rounds
+        texts.append(TracedText(shown, count, *told, sources=each.sources))
         for made in each.rounds:
             seen.update(made.tree.tokens, made.tree.chosen)
     return Trace(_about(decoder, sampling), {token: tokenizer.piece(token) for token in seen if token >= 0}, texts)
 
 
-def timed_rounds(session: Session, prompt: list[int], sampling: SamplingParams, speculate: bool) -> list[RoundTime]:
-    """What the rounds of one prompt take, alone and phase by phase."""
+def differs(timed: list[int], traced: list[int]) -> str:
+    """What to say where the rounds that were timed are not those of the trace; empty where they are.
+
+    Matches of earlier answers, and estimates of what is accepted, learn from each text, the same text's first run included.
+    timed, traced: accepted draft tokens of each round.
+    """
+    if timed == traced:
+        return ""
+    both = f"{len(timed)} with {sum(timed)} accepted drafts, in place of {len(traced)} with {sum(traced)}"
+    return f"of other rounds than these: {both}, because what drafts has learnt from the first run"
+
+
+def timed_rounds(
+    session: Session, prompt: list[int], sampling: SamplingParams, speculate: bool
+) -> tuple[list[RoundTime], list[int]]:
+    """What the rounds of one prompt take, alone and phase by phase, and how many draft tokens each of them accepted."""
     with session.timed_phases() as phases:
         for _ in range(2):  # the first run compiles and captures
             found: list[RoundTime] = []
@@ -82,7 +99,7 @@ def timed_rounds(session: Session, prompt: list[int], sampling: SamplingParams, 
                 session.cancel()
     if request.error is not None:
         request.result()  # raises it
-    return found
+    return found, request.stats.accepted_per_round[: len(found)]
 
 
 def _seeded(sampling: SamplingParams) -> SamplingParams:

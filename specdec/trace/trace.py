@@ -35,6 +35,7 @@ class TracedText:
 
     prompt: as the caller gave it, or its decoded ids.  pieces, origins: of each output token, its text and where it came from
     (see Generation.origins).  rounds: see Generation.  times: of a second run of this text alone; empty if there was none.
+    sources: of each output token, see Generation; empty where a trace does not say.
     """
 
     prompt: str
@@ -45,6 +46,7 @@ class TracedText:
     finish: str
     rounds: list[Round]
     times: list[RoundTime] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)
 
     @property
     def text(self) -> str:
@@ -110,7 +112,9 @@ def _line(value: Any) -> str:
 
 
 def _of_text(text: TracedText) -> dict[str, Any]:
-    made = {name: getattr(text, name) for name in ("prompt", "prompt_tokens", "tokens", "pieces", "origins", "finish")}
+    made = {
+        name: getattr(text, name) for name in ("prompt", "prompt_tokens", "tokens", "pieces", "origins", "sources", "finish")
+    }
     made["rounds"] = [round_as_json(each) for each in text.rounds]
     if text.times:
         made["times"] = [
@@ -137,7 +141,9 @@ def _read_text(held: dict[str, Any]) -> TracedText:
         for each in _list(held.get("times", []))
     ]
     (count,) = _ints([held["prompt_tokens"]])
-    return TracedText(_text(held["prompt"]), count, tokens, pieces, origins, held["finish"], rounds, times)
+    sources = [_text(each) for each in _list(held.get("sources", []))]
+    assert len(sources) in (0, len(tokens)), "tokens and sources differ in length"
+    return TracedText(_text(held["prompt"]), count, tokens, pieces, origins, held["finish"], rounds, times, sources)
 
 
 def _read_round(held: dict[str, Any], length: int) -> Round:

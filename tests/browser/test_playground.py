@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from toolkit.driver import Driver
 from toolkit.serving.server import Served
 from toolkit.serving.traces import HOSTILE
 
@@ -34,7 +35,7 @@ def test_it_streams_and_compares(pair: SpecDecoder, open_page: Callable[..., Any
     (want,) = pair.generate("Once upon a time", SamplingParams(max_tokens=40), trees=True)
     with Served(pair) as server:
         page = open_page(server.url + "/", 390, 800, "dark")
-        page.wait_for_function("document.getElementById('model').textContent === 'model tiny'")
+        page.get_by_text("model tiny").wait_for()  # no script of ours: the page's policy lets none be evaluated while it waits
         run(page, "Once upon a time", 40)
         assert page.text_content("#text") == want.text
         assert page.inner_text("#speeds").count("tok/s") == 2 and "the same text" in page.inner_text("#speeds")
@@ -47,7 +48,7 @@ def test_it_streams_and_compares(pair: SpecDecoder, open_page: Callable[..., Any
             assert shown[:-1] == each.tree.tokens and shown[-1] == each.tree.chosen[each.path[-1]]
             page.keyboard.press("ArrowLeft")
         page.wait_for_selector("#depth .bar")
-        assert "running" in page.inner_text("#load") and "pages used" in page.inner_text("#load")
+        assert "running" in page.inner_text("#load") and f" of {Driver(pair).pages_total}" in page.inner_text("#load")
         assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
         page.context.close()
 
@@ -59,7 +60,7 @@ def test_hostile_prompts_stay_texts(pair: SpecDecoder, open_page: Callable[..., 
         page = open_page(server.url + "/", 390, 800)
         page.uncheck("#compare")
         run(page, hostile, 20)
-        assert page.evaluate("document.querySelectorAll('script').length") == 3 and page.inner_text("#error") == ""
+        assert page.evaluate("document.querySelectorAll('script').length") == 4 and page.inner_text("#error") == ""
         assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
         page.context.close()
 
@@ -78,4 +79,20 @@ def test_errors_and_keys(pair: SpecDecoder, browser: Any) -> None:
         run(page, "Once", 100_000)
         assert "max_tokens" in page.inner_text("#error")
         assert page.evaluate("localStorage.length + sessionStorage.length + document.cookie.length") == 0
+        page.context.close()
+
+
+def test_several_sources_have_a_legend(open_page: Callable[..., Any]) -> None:
+    """Keeps out: a token or a node in a colour that no key explains, and a key to what is not there."""
+    drafts, settings = [str(shipped.draft_folder()), "suffix"], {"device": "cpu", "max_seq_len": 256, "smoke": False}
+    said = "[...document.querySelectorAll('#legend .source')].map((key) => key.textContent)"
+    with SpecDecoder.from_pretrained(shipped.target_folder(), drafts, **settings) as joined, Served(joined) as server:  # type: ignore[arg-type]
+        page = open_page(server.url + "/", 390, 800)
+        page.uncheck("#compare")
+        run(page, "Tom said no. Lily said no. Tom said no. Lily said", 30)
+        assert page.evaluate(said) == ["from drafter", "from suffix", "several sources"]
+        kinds = "[...document.querySelectorAll('#text .source')].map((token) => token.classList[3])"
+        assert {*page.evaluate(kinds)} <= {"drafter", "suffix", "several"} and len({*page.evaluate(kinds)}) > 1
+        tops = "[...document.querySelectorAll('#before, #after, #where')].map((e) => e.getBoundingClientRect().bottom)"
+        assert max(page.evaluate(tops)) - min(page.evaluate(tops)) < 20, "a round's buttons stand in two lines"
         page.context.close()

@@ -23,6 +23,7 @@ import specdec
 from specdec import shipped
 from specdec.bench.measurement import Measurement
 from specdec.bench.prompt_file import read_prompts
+from specdec.checks import setting_of
 from specdec.cli.entry import build_parser
 from specdec.cli.flags import flag_of
 from specdec.train.__main__ import build_parser as train_parser
@@ -105,9 +106,10 @@ def documented_flags(heading: str, page: str = PAGE) -> set[str]:
     return set(re.findall(r"`(--[a-z][\w-]*|[A-Z]+(?=`))", text)) - {"--help"}
 
 
-def engine_flags() -> set[str]:
-    """Those of all commands that run a model; of them only the commands that take rows have one for max_batch_size."""
-    fields = {flag_of(field.name) for field in dataclasses.fields(specdec.EngineOptions)}
+def engine_flags(command: str) -> set[str]:
+    """Those of a command that runs a model; of them only the commands that take rows have one for max_batch_size."""
+    options = dataclasses.fields(specdec.EngineOptions)
+    fields = {flag_of(field.name) for field in options if command not in setting_of(field).decided_by}
     return (fields - {"--max-batch-size"}) | {"--no-smoke"}
 
 
@@ -123,7 +125,7 @@ def test_the_page_is_read_as_it_is_meant() -> None:
     assert items(section("A", page)) == ["x", "f(a, b)", "g"] and names(section("A", page)) == ["x", "f", "g"]
     assert names(section("A.f", page)) == ["a"] and section("C", page) == ""
     assert documented_flags("B", page) == {"--seed", "--off", "FILE"}
-    assert members(specdec.Chunk) == {"text", "token_ids", "origins", "sources", "logprobs", "rounds"}
+    assert members(specdec.Chunk) == {"text", "token_ids", "origins", "sources", "logprobs", "rounds", "prompt_logprobs"}
     assert "engine" in members(specdec.SpecDecoder)
 
 
@@ -176,8 +178,8 @@ def test_every_flag_is_on_the_page_and_no_other() -> None:
     assert flags(build_parser()) == {"--version"} and "`specdec --version`" in section("The command line")
     for command, parser in parsers.items():
         listed = documented_flags(f"specdec {command}")
-        listed |= shared | engine_flags() if command in SHARING else set()
-        listed |= documented_flags("Flags of the server", SERVING) | engine_flags() if command == "serve" else set()
+        listed |= shared | engine_flags(command) if command in SHARING else set()
+        listed |= documented_flags("Flags of the server", SERVING) | engine_flags(command) if command == "serve" else set()
         assert listed == flags(parser), f"docs/API.md, section specdec {command}"
 
 

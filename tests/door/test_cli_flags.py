@@ -14,9 +14,10 @@ from toolkit.serving.options import NUMBERS, other_number
 
 from specdec import EngineOptions, SamplingParams, SpecConfig, cli, shipped
 from specdec.bench.prompt_file import KEYS
+from specdec.checks import setting_of
 from specdec.cli.entry import build_parser
 from specdec.cli.flags import engine_of, flag_of, sampling_of, tree_shape
-from specdec.options import setting_of, usable_cpus
+from specdec.options import usable_cpus
 from specdec.train.__main__ import build_parser as train_parser
 
 OPTIONS = fields(EngineOptions)
@@ -51,6 +52,11 @@ OTHER: dict[str, tuple[list[str], Any]] = {  # of each option: a value that is n
     "threads": (["1"], 1),
     "corpus": (["notes.txt"], "notes.txt"),
     "corpus_memory": (["1GiB"], 1 << 30),
+    "audit": (["0.5"], 0.5),
+    "audit_max_tokens": (["99"], 99),
+    "audit_stop": ([], True),
+    "audit_folder": (["wrong"], "wrong"),
+    "shapes": (["3,1 5,8,32"], (SpecConfig(3, 1), SpecConfig(5, 8, 32))),
 }
 
 # Of each field of SamplingParams: a command line, and the value that arrives, which is not the default.
@@ -73,7 +79,11 @@ SAMPLED: dict[str, tuple[list[str], Any]] = {
 }
 # The others have one text a prompt, print no probabilities, and run many prompts, of which a prediction is one's.
 GENERATE_ALONE = ("logprobs", "logprobs_mode", "n", "prediction")
-NO_FLAG = ("sources", "speculate")  # --draft names who drafts, and --no-speculate or a --target alone decodes plainly
+NO_FLAG = (
+    "sources",
+    "shape",
+    "speculate",
+)  # --draft names who drafts, --spec the shape, and --no-speculate or a --target alone decodes plainly
 NOT_IN_BENCH = ("json_schema", "regex", "grammar")  # rounds with a grammar have a benchmark, texts.grammar_rounds
 
 

@@ -17,11 +17,12 @@ from toolkit.models import Zoo
 from specdec import EngineOptions, SpecConfig, SpecDecoder
 from specdec.attention.capabilities import BACKENDS
 from specdec.attention.capability import GRAPHS, KV_DTYPES
+from specdec.checks import setting_of
 from specdec.draft.formats.detect import FORMATS
 from specdec.loading.resolve import check_threads
 from specdec.models import registry
 from specdec.models.checkpoints import loader
-from specdec.options import setting_of, usable_cpus
+from specdec.options import usable_cpus
 
 OPTIONS = fields(EngineOptions)
 BY_NAME = {item.name: item for item in OPTIONS}
@@ -100,7 +101,7 @@ def test_unknown_settings_name_the_nearest_one(zoo: Zoo) -> None:
         SpecDecoder.from_pretrained(zoo.target("llama"), max_seqlen=64)
     with pytest.raises(TypeError, match="no engine setting 'drafts'; nearest: draft$"):
         SpecDecoder.from_pretrained(zoo.target("llama"), drafts="x")
-    with pytest.raises(TypeError, match="no engine setting 'qqqq'; known: device, dtype, .*smoke$"):
+    with pytest.raises(TypeError, match="no engine setting 'qqqq'; known: device, dtype, .*audit_folder$"):
         SpecDecoder.from_pretrained(zoo.target("llama"), qqqq=1)
 
 
@@ -134,6 +135,8 @@ def test_what_runs_is_told_for_every_option(zoo: Zoo) -> None:
         "state_cache": "auto",
         "deterministic": False, "prefill_chunk": "auto", "threads": 1, "draft_format": "auto", "draft_pickle": False,
         "draft_quantize": "none", "beyond_trained": "draft", "smoke": False, "corpus": None, "corpus_memory": "256MiB",
+        "audit": 0.0, "audit_max_tokens": 2048, "audit_stop": False, "audit_folder": "specdec-audit",
+        "shapes": None,
     }  # fmt: skip
     assert settings.with_options(max_batch_size=3).by_option() == found | {"max_batch_size": 3}
 

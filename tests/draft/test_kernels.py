@@ -95,7 +95,7 @@ def test_a_row_of_nan_leaves_the_others_alone() -> None:
     logits[K : 2 * K] = torch.nan
     launch_first_level(candidates, beam.tokens_BK, beam.scores_BK)
     grown = launch_expand(candidates, 2, beam, logits.to(DEVICE), None)
-    tokens_BN, parents_BN, _ = launch_best_nodes(candidates, torch.tensor([5, 6, 7], device=DEVICE), 9)
+    tokens_BN, parents_BN, *_ = launch_best_nodes(candidates, torch.tensor([5, 6, 7], device=DEVICE), 9)
     assert int(grown.parents_BK.max()) < K and int(grown.indices_BK.max()) < K + K * K and int(grown.tokens_BK.max()) < V
     assert bool((parents_BN[:, 1:] < torch.arange(1, 9, device=DEVICE)).all()) and int(parents_BN.min()) == 0
     assert 0 <= int(tokens_BN.min()) and int(tokens_BN.max()) < 500
@@ -119,7 +119,7 @@ def test_scores_that_are_no_numbers_never_separate_a_child_from_its_parent(first
     for N in (3, 4, 8):
         tree = best_nodes(candidates, root_B, N, S)
         chosen = [(tuple(p), t) for p, t in zip(tree.parents_BN[:, 1:].tolist(), tree.tokens_BN[:, 1:].tolist(), strict=True)]
-        tokens_BN, parents_BN, _ = launch_best_nodes(to_device(candidates), root_B.to(DEVICE), N)
+        tokens_BN, parents_BN, *_ = launch_best_nodes(to_device(candidates), root_B.to(DEVICE), N)
         assert [(tuple(p[1:]), t[1:]) for p, t in zip(parents_BN.tolist(), tokens_BN.tolist(), strict=True)] == chosen
         paths = {0: ((),)}
         for node, (above, token) in enumerate(
@@ -151,8 +151,12 @@ def random_candidates(B: int, K: int, S: int, coarse: bool) -> Candidates:
 
 def check_selection(B: int, K: int, S: int, N: int, coarse: bool) -> None:
     candidates, root_B = random_candidates(B, K, S, coarse), torch.randint(900, (B,))
-    want = best_nodes(candidates, root_B, N, S)
-    tokens_BN, parents_BN, scores_BN = launch_best_nodes(to_device(candidates), root_B.to(DEVICE), N)
+    apart = torch.stack((root_B, root_B + 1), dim=1)[:, 0]
+    candidates.tokens_BC.bitwise_or_(torch.randint(8, candidates.tokens_BC.shape) << 32)
+    want = best_nodes(candidates, root_B, N, S, 32)
+    tokens_BN, parents_BN, scores_BN, sources_BN = launch_best_nodes(to_device(candidates), apart.to(DEVICE), N, 32)
+    assert want.sources_BN is not None and sources_BN is not None and torch.equal(sources_BN.cpu(), want.sources_BN)
+    assert int(want.tokens_BN.max()) < 2**32 and not want.sources_BN[:, 0].any()
     assert torch.equal(tokens_BN.cpu(), want.tokens_BN) and torch.equal(parents_BN.cpu(), want.parents_BN)
     assert want.scores_BN is not None and torch.equal(scores_BN.cpu(), want.scores_BN)
 

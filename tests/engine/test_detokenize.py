@@ -100,7 +100,8 @@ def test_stop_strings_are_found_as_by_looking_for_each() -> None:
         while found is None and len(text) < 20:
             seen, text = len(text), text + "".join(rng.choices("abc", k=rng.randint(0, 4)))
             found = StopStrings(stops).find(text, seen)
-            assert found == min((at for stop in stops if (at := text.find(stop)) >= 0), default=None), (text, stops)
+            every = [(at, at + len(stop)) for stop in stops if (at := text.find(stop)) >= 0]
+            assert found == min(every, default=None), (text, stops)
 
 
 def test_thousands_of_stop_strings_hold_nobody_up() -> None:

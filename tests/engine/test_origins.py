@@ -14,7 +14,7 @@ from toolkit.driver import Driver, new_request
 from toolkit.inside.hooks import wait_for
 
 from specdec import Chunk, SamplingParams, SpecConfig, SpecDecoder, shipped
-from specdec.steps import Emitted
+from specdec.generation import Emitted
 
 REPEATS = "Tom said no. Lily said no. Tom said no. Lily said no. Tom said"  # n-grams find something in it
 PROMPTS = ["Once upon a time", "The little dog", "Lily and Tom", "One day, a big bear", REPEATS]

@@ -12,7 +12,7 @@ from specdec import SpecDecoder
 from specdec.attention.kinds import LayerKind
 from specdec.loading.resolve import EngineSettings, check_deterministic, resolve_settings
 from specdec.models.config import IndexerConfig, ModelConfig, RopeConfig
-from specdec.models.deepseek.config import DeepseekConfig
+from specdec.models.latent.config import LatentConfig
 from specdec.models.mixtures.rules import ExpertsConfig
 from specdec.models.schemes.config import round_to_nearest
 from specdec.ops.products.numerics import FAST, INVARIANT
@@ -90,16 +90,16 @@ def test_targets_that_depend_on_the_batch() -> None:
     assert "without ALiBi" in refusal(settings(), ModelConfig(**SIZES, differential=True, layer_kinds=slopes))
     latents: dict[str, Any] = {**SIZES, "latent_rank": 64, "q_rank": 40, "nope_dim": 16, "value_dim": 24}
     experts = ExpertsConfig(8, 24, RouterRule(2, "softmax"), shared_size=24)
-    check_deterministic(settings(), DeepseekConfig(**latents, experts=experts), HOPPER)
+    check_deterministic(settings(), LatentConfig(**latents, experts=experts), HOPPER)
     biased = replace(experts, biased=True, kept_float32=True)
-    check_deterministic(settings(), DeepseekConfig(**latents, experts=biased), HOPPER)
+    check_deterministic(settings(), LatentConfig(**latents, experts=biased), HOPPER)
     assert "up to 256 numbers, or of an even number up to 512, got 640" in refusal(
-        settings(), DeepseekConfig(**latents | {"latent_rank": 640})
+        settings(), LatentConfig(**latents | {"latent_rank": 640})
     )
     assert "64 and 40 and 96 and 96 and 12" in refusal(
-        settings(), DeepseekConfig(**latents, experts=replace(experts, shared_size=12))
+        settings(), LatentConfig(**latents, experts=replace(experts, shared_size=12))
     )
     text = refusal(settings(tensor_parallel_size=2), replace(LLAMA, num_heads=7, head_dim=8))
     assert "64 and 48 and 28" in text and text.endswith("tensor_parallel_size=1")
-    check_deterministic(settings(), DeepseekConfig(**latents, indexer=IndexerConfig(2, 16, 8, True, (0, 1))), HOPPER)
+    check_deterministic(settings(), LatentConfig(**latents, indexer=IndexerConfig(2, 16, 8, True, (0, 1))), HOPPER)
     assert "multiples of 8 numbers, got 64 and 100 and 64" in refusal(settings(), replace(LLAMA, intermediate_size=100))

@@ -16,19 +16,20 @@ from safetensors.torch import load_file, save_file
 from toolkit.checkpoints.gpt_oss import save_gpt_oss
 from toolkit.checkpoints.mixtures import save_mixture
 from toolkit.checkpoints.plans import plan_memory
+from toolkit.driver import Driver
 from toolkit.heads.block_zoo import HEADS as BLOCK_HEADS
 from toolkit.heads.block_zoo import save_block_head
 from toolkit.models import Zoo, save_target
 from toolkit.mtp_layers.targets import save_mtp_target
 from toolkit.recurrent.more_targets import save_more
 
-from specdec import SpecConfig, SpecDecoder, cli, shipped
+from specdec import SamplingParams, SpecConfig, SpecDecoder, cli, shipped
 from specdec.cli import plan
 from specdec.cli.entry import build_parser
 from specdec.cli.plan import _bytes
 from specdec.loading.build import plan_pool
 from specdec.loading.load import check_pair
-from specdec.loading.plan import largest
+from specdec.loading.plan import largest, plan_memories
 from specdec.models.checkpoints.frame import load_family
 from specdec.options import EngineOptions
 from specdec.parallel.shard import Shard
@@ -56,6 +57,28 @@ def test_weights_and_keys_are_those_of_a_decoder(draft: object) -> None:
         pool = plan_pool(decoder.model, decoder.head, decoder.settings)
         assert plan.parts["keys and values"] == pool.bytes
         assert sum(plan.kv_token) * 16 == sum(pool.page_bytes)
+
+
+def test_texts_that_drafts_come_of_are_counted() -> None:
+    """Keeps out: tables of corpora and of answers, tokens by slot and predictions that no plan knew of."""
+    given: dict[str, Any] = {
+        "max_batch_size": 2,
+        "max_seq_len": 64,
+        "dtype": "bfloat16",
+        "page_size": 16,
+        "corpus_memory": "1MiB",
+    }
+    draft, spec = [str(DRAFT), "suffix", "corpus", "answers"], SpecConfig(4, 4, 12)
+    plan = plan_memories(TARGET, draft, spec, EngineOptions(**given, prefix_caching=False), (10**9,))[0]
+    alone = plan_memories(TARGET, DRAFT, spec, EngineOptions(**{**given, "corpus_memory": "256MiB"}), (10**9,))[0]
+    with SpecDecoder.from_pretrained(TARGET, draft, spec, device="cpu", smoke=False, **given) as decoder:
+        decoder.generate([[5, 6]], SamplingParams(max_tokens=2, prediction="Once"))
+        finders = Driver(decoder).drafter.finders
+        held = [getattr(finder.table, name).nbytes for finder in finders[1:3] for name in ("text_2N", "order_2N")]
+        assert plan.parts["texts that drafts come of"] == sum(held) + finders[3].rows.ids_RX.nbytes
+        pool = plan_pool(decoder.model, decoder.head, decoder.settings)
+        assert plan.parts["keys and values"] == pool.bytes > alone.parts["keys and values"]
+    assert "texts that drafts come of" not in alone.parts
 
 
 @pytest.mark.slow_cases(keep=3)

@@ -120,3 +120,10 @@ def test_the_longest_output_counts_no_encoder_input(bart: Path) -> None:
         decoder.new_request(long, SamplingParams(max_tokens=longest))
         with pytest.raises(ValueError, match="max_seq_len"):
             decoder.new_request(long, SamplingParams(max_tokens=longest + 1))
+
+
+def test_the_encoder_s_text_has_no_log_probabilities(bart: Path) -> None:
+    """Keeps out: numbers of the decoder's start token in place of the prompt's."""
+    with SpecDecoder.from_pretrained(bart, device="cpu") as decoder:
+        with pytest.raises(ValueError, match="prompt_logprobs needs a target whose decoder reads the prompt.*nearest"):
+            decoder.score([5, 6, 7])

@@ -44,6 +44,11 @@ WORLDS: dict[str, tuple[str, str | None, dict[str, Any]]] = {
     "kept hybrid": ("qwen3_5_text", "eagle1", {"spec": SpecConfig(2, 3, 6), "prefix_caching": True}),
     "post-norm hybrid": ("olmo_hybrid", "eagle1", {"spec": SpecConfig(3, 4, 12)}),
     "kept latents and states": ("kimi_linear", "eagle3", {"spec": SpecConfig(3, 2, 8), "prefix_caching": True}),
+    "sources": ("llama", "eagle3+suffix+corpus+answers", {"spec": SpecConfig(3, 3, 12)}),
+    "sources, kept chain": ("qwen2", "eagle1+answers", {"spec": SpecConfig(3, 1, 7, 6), "prefix_caching": True}),
+    "sources, ring": ("mistral", "eagle3-window+suffix", {"spec": SpecConfig(3, 2, 8)}),
+    "sources, one pass": ("llama", "dflash-mixed+corpus", {"spec": SpecConfig(3, 3, 9)}),
+    "sources, kept hybrid": ("qwen3_5_text", "eagle1+suffix+answers", {"spec": SpecConfig(2, 3, 6), "prefix_caching": True}),
     "kept convolutions": ("lfm2", "eagle3", {"spec": SpecConfig(3, 2, 8), "prefix_caching": True}),
 }
 
@@ -56,7 +61,7 @@ def traffic_of(zoo: Zoo, world: str, seed: int) -> Traffic:
     target, head, settings = WORLDS[world]
     kept = 4 if settings.get("prefix_caching") and any(part in world for part in KEPT) else None
     traffic = Traffic(zoo, World(target, head, settings, kept), random.Random(f"{world} {seed}"))
-    if world.startswith("ring"):
+    if world.startswith("ring") or world.endswith("ring"):
         assert traffic.driver.ring is not None
     if "window" in world or world == "mixed":
         assert traffic.driver.local_ring is not None

@@ -4,6 +4,7 @@ Keeps out: a rule that favours or avoids drafted tokens, noise used twice, top-k
 """
 
 import secrets
+from typing import Any
 
 import pytest
 from toolkit.drafters import Substitute
@@ -22,6 +23,7 @@ DRAFTERS = {
     "head-chain": SpecConfig(3, 1, 4),
     "head-tree": SpecConfig(2, 4, 12),
     "fixed-tree": SpecConfig(2, 3, 12),  # proposes one and the same text for ever
+    "sources-tree": SpecConfig(2, 3, 10),  # a head, the text's matches, a corpus, earlier answers and predictions
 }
 CASES = [  # each drafter under two or more filters, each filter with chains and trees
     (drafter, *FILTERS[(index + step) % len(FILTERS)]) for index, drafter in enumerate(DRAFTERS) for step in (0, 2)
@@ -34,15 +36,23 @@ CASES = [  # each drafter under two or more filters, each filter with chains and
 def test_tokens_follow_the_target(zoo: Zoo, drafter: str, temperature: float, top_k: int, top_p: float) -> None:
     """Pairs of the first three tokens: one from prefill, two from rounds, accepted or not."""
     spec, kind = DRAFTERS[drafter], drafter.split("-")[0]
-    decoder = zoo.decoder("tiny-vocab", "eagle3", spec, max_batch_size=64, max_seq_len=32)
-    if kind != "head":
+    head = "eagle3+suffix+corpus+answers" if kind == "sources" else "eagle3"
+    decoder = zoo.decoder("tiny-vocab", head, spec, max_batch_size=64, max_seq_len=32)
+    if kind == "sources":
+        Driver(decoder).bring_corpus([[*PROMPT, a, b, a] for a in range(V) for b in (a, 5, 2)])
+    elif kind != "head":
         texts = {tuple(PROMPT): [0, 1, 2] * 6}
         as_kind = "oracle" if kind == "fixed" else "random"
         driver = Driver(decoder)
         driver.replace_drafter(Substitute(driver, spec, as_kind, V, texts))
     seeds = range(list(DRAFTERS).index(drafter) * SAMPLES, (list(DRAFTERS).index(drafter) + 1) * SAMPLES)
-    shared = dict(max_tokens=3, temperature=temperature, top_k=top_k, top_p=top_p)
-    outputs = decoder.generate([PROMPT] * SAMPLES, [SamplingParams(seed=seed, **shared) for seed in seeds])
+    shared: dict[str, Any] = dict(max_tokens=3, temperature=temperature, top_k=top_k, top_p=top_p)
+    predicted = [{"prediction": [seed % V, 4, 4]} if kind == "sources" and seed % 3 else {} for seed in seeds]
+    given = [SamplingParams(seed=seed, **shared, **more) for seed, more in zip(seeds, predicted, strict=True)]
+    outputs = decoder.generate([PROMPT] * SAMPLES, given)
+    if kind == "sources":
+        drafted = {name for out in outputs for names in out.sources for name in names.split("+") if name}
+        assert drafted == {"drafter", "suffix", "corpus", "answers", "prediction"}, drafted
     assert kind != "random" or sum(out.stats.accepted for out in outputs) > SAMPLES / 40
     ids = [out.token_ids for out in outputs]
     want = token_distributions(zoo.hf("tiny-vocab"), PROMPT, lambda x: filtered(x, temperature, top_k, top_p))

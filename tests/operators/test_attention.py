@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from toolkit.operators import attention, indexer
-from toolkit.operators.attention import H, ints, move_args, paged_args, table
+from toolkit.operators.attention import D, H, ints, move_args, paged_args, table
 from torch import Tensor
 
 import specdec.attention.operators.heads as heads
@@ -28,6 +28,8 @@ def changed(operator: Any, args: tuple[Any, ...]) -> list[Tensor]:
     results = operator(*args)
     if operator is heads.ROPE_STORE:
         args = (args[0][:, :H], *args[1:])
+    if operator is heads.ROWS_STORE:
+        args = (args[0][:, : H * D], *args[1:])
     results = (results,) if isinstance(results, Tensor) else results or ()
     return [*results, *(x for x in args if isinstance(x, Tensor))]
 
@@ -86,5 +88,5 @@ def test_what_operators_would_leave_out_is_refused() -> None:
     backend.run(q_THD[:2], MHAView(kv), segment)
     with pytest.raises(TypeError, match="know no window_right: it must be 0, got 2"):
         backend.run(q_THD[:2], MHAView(kv), replace(segment, window_right=2))
-    with pytest.raises(TypeError, match="read a cache by MHAView, QuantView, PairedView or LatentView, got SplitView"):
+    with pytest.raises(TypeError, match="PairedView, SplitView of rows or LatentView, got SplitView"):
         backend.run(q_THD[:2], SplitView(kv[:, 0], kv[:, 1]), segment)

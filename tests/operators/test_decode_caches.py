@@ -48,7 +48,7 @@ def folder(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str]
     return found
 
 
-@pytest.mark.slow_cases(keep=2)
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(("name", "dtype"), FEW)
 def test_a_saved_program_serves_all_shapes(folder: Callable[[str], Path], name: str, dtype: str) -> None:
     """Keeps out: a scale, or how many keys a query selects, frozen into the graph; a layer that reads another one's choice."""
@@ -60,7 +60,7 @@ def test_a_saved_program_serves_all_shapes(folder: Callable[[str], Path], name: 
         check(decode, program, inputs(decode, lens, N, extra=0))
 
 
-@pytest.mark.slow_cases(keep=2)
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(("name", "dtype"), FEW)
 def test_a_node_of_a_tree_gets_the_logits_of_its_path(folder: Callable[[str], Path], name: str, dtype: str) -> None:
     """Keeps out: a node that selects a sibling's key, and a path that the selection misses."""

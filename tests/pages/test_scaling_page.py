@@ -6,7 +6,7 @@ import dataclasses
 import re
 from pathlib import Path
 
-from specdec.options import setting_of
+from specdec.checks import setting_of
 from specdec.serve.options import KEY_VARIABLE
 from specdec.serve.replicas import application as replicas
 from specdec.serve.replicas.application import HEALTH_SECONDS

@@ -29,8 +29,8 @@ from specdec.cli.flags import flag_of
 from specdec.engine.totals import Totals
 from specdec.generation import Generation
 from specdec.serve import app, run
-from specdec.serve.log import LineHandler, LogEntry
-from specdec.serve.metrics import TotalsCollector
+from specdec.serve.log import CLIENT_GONE, LineHandler, LogEntry
+from specdec.serve.metrics import STATUSES, TotalsCollector
 from specdec.serve.options import KEY_VARIABLE, ServeOptions
 from specdec.serve.process.descriptors import MAX_CONNECTIONS, WANTED
 from specdec.serve.process.output import CLOSING_SECONDS, MAX_HELD
@@ -158,11 +158,13 @@ def page_metrics(page: str) -> list[Row]:
 
 def code_metrics() -> list[Row]:
     totals = Totals()
-    totals.paths[(2, 1)] = totals.requests["eos"] = 1
+    totals.paths[(2, 1)] = 1
     found = []
-    for metric in TotalsCollector(lambda: totals, Counts(Counter({200: 1}))).collect():
+    counts = Counts(Counter({200: 1}))
+    counts.know(app.PATHS)
+    for metric in TotalsCollector(lambda: totals, counts, ServeOptions()).collect():
         assert metric.samples, metric.name
-        labels = {label for sample in metric.samples for label in sample.labels} - {"le"}
+        labels = {label for sample in metric.samples for label in sample.labels} - {"le", "model"}
         name = metric.name + ("_total" if metric.type == "counter" else "")
         found.append((name, metric.type, ", ".join(sorted(labels))))
     return found
@@ -291,3 +293,8 @@ def test_numbers_in_the_text_are_the_codes() -> None:
         LineHandler().emit(SimpleNamespace(levelname="INFO", getMessage=lambda: "x"))  # type: ignore[arg-type]
     server_line = set(json.loads(written.getvalue())) - {"time", "event"}
     assert server_line == {"level", "message"} and "have `level`\nand `message`" in PAGE
+
+
+def test_every_status_has_a_series_from_the_start() -> None:
+    """Keeps out: an error whose first answer no rate counts, and a series of a status that no answer has."""
+    assert {*STATUSES} == {200, 204, CLIENT_GONE} | {int(status) for status, *_ in code_errors()}

@@ -38,6 +38,7 @@ def test_rounds_through_the_kernels_give_the_target_s_text(zoo: Zoo, monkeypatch
     assert set(launched) == ALWAYS | TREES_ONLY
 
 
+@pytest.mark.slow_cases
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", [SpecConfig(2, 1, 3), SpecConfig(2, 3, 9)], ids=str)
 def test_rounds_of_hybrids_through_the_kernels(zoo: Zoo, spec: SpecConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,6 +58,7 @@ def test_rounds_of_hybrids_through_the_kernels(zoo: Zoo, spec: SpecConfig, monke
     assert own < set(launched), launched
 
 
+@pytest.mark.slow_cases
 @pytest.mark.slow
 @pytest.mark.parametrize(("spec", "top_p"), [(SpecConfig(3, 1, 4), 0.8), (SpecConfig(3, 2, 6), 1.0)], ids=str)
 def test_sampled_rounds_through_the_kernels(zoo: Zoo, spec: SpecConfig, top_p: float, monkeypatch: pytest.MonkeyPatch) -> None:

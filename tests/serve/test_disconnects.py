@@ -20,7 +20,7 @@ def post(served: Served, body: dict[str, Any]) -> Any:
     content = json.dumps(body).encode()
     connection = served.connect()
     connection.sendall(
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+        b"POST /v1/completions HTTP/1.1\r\nHost: [::1]\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
         % len(content)
         + content
     )

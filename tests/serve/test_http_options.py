@@ -11,7 +11,8 @@ import pytest
 from toolkit.serving.options import NUMBERS, other_number
 from toolkit.serving.server import Served, error_of
 
-from specdec import SamplingParams, SpecDecoder, shipped
+from specdec import SamplingParams, SpecConfig, SpecDecoder, shipped
+from specdec.serve.chats import messages
 from specdec.serve.wire import grammar, requests
 from specdec.serve.wire.fields import CHAT, COMPLETIONS, SAMPLING_FIELDS, USED_FIELDS
 from specdec.serve.wire.requests import read_plan
@@ -57,13 +58,16 @@ def test_greedy_requests_may_have_what_only_sampling_looks_at(served: Served) ->
 
 # Fields that are read by code of their own, and who reads them.
 OTHERS = {
-    "prompt": "_prompts", "messages": "_messages", "model": "_check_model", "max_tokens": "_max_tokens",
+    "prompt": "_prompts", "messages": "read_chat", "model": "_check_model", "max_tokens": "_max_tokens",
     "max_completion_tokens": "_max_tokens", "n": "read_plan", "stream": "_streaming", "stream_options": "_streaming",
-    "prediction": "_sampling", "user": "read_plan", "min_tokens": "read_plan", "logprobs": "_completion_logprobs",
+    "prediction": "_sampling", "min_tokens": "read_plan", "logprobs": "_completion_logprobs",
     "top_logprobs": "_chat_logprobs", "response_format": "grammar_of",
     "structured_outputs": "grammar_of", "return_origins": "read_plan",
     "cache_salt": "read_plan",
-    "return_trees": "read_plan",
+    "return_trees": "read_plan", "return_token_ids": "read_plan", "echo": "read_plan",
+    "tools": "read_rules", "tool_choice": "read_rules", "parallel_tool_calls": "read_rules",
+    "chat_template_kwargs": "read_chat", "add_generation_prompt": "read_chat", "continue_final_message": "read_chat",
+    "reasoning_effort": "effort_of",
 }  # fmt: skip
 # Of each field of SamplingParams: fields of a body, and the value that they give it, which is not its default.
 ASKED: dict[str, tuple[dict[str, Any], Any]] = {
@@ -81,7 +85,10 @@ ASKED: dict[str, tuple[dict[str, Any], Any]] = {
     "logprobs_mode": ({"logprobs": 0, "logprobs_mode": "processed"}, "processed"),
     "prediction": ({"prediction": {"type": "content", "content": [{"type": "text", "text": "a b"}]}}, "a b"),
     "sources": ({"sources": ["drafter"]}, ("drafter",)),
+    "shape": ({"shape": [3, 1]}, SpecConfig(3, 1)),
     "speculate": ({"speculate": False}, False),
+    "prompt_logprobs": ({"prompt_logprobs": 3}, 3),
+    "include_stop_str_in_output": ({"include_stop_str_in_output": True}, True),
     "n": ({"n": 2}, 2),  # of the plan, which makes requests of one choice each
     **{name: ({name: other_number(name)}, other_number(name)) for name in NUMBERS},
 }
@@ -92,7 +99,7 @@ def test_every_field_has_a_reader() -> None:
     used = {*USED_FIELDS[COMPLETIONS], *USED_FIELDS[CHAT]}
     assert not set(SAMPLING_FIELDS) & set(OTHERS)
     assert used == {*SAMPLING_FIELDS, *OTHERS}, "a field that is no option of the same name belongs here, beside its reader"
-    readers = {**vars(requests), **vars(grammar)}
+    readers = {**vars(requests), **vars(grammar), **vars(messages)}
     assert [name for name, reader in OTHERS.items() if name not in inspect.getsource(readers[reader])] == []
 
 

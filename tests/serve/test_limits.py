@@ -28,7 +28,7 @@ def held(served: Served, **body: Any) -> Iterator[socket.socket]:
     content = json.dumps({**LONG, **body}).encode()
     with served.connect() as connection:
         connection.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nHost: [::1]\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
             % len(content)
             + content
         )
@@ -95,7 +95,7 @@ def test_a_long_body_is_not_waited_for(pair: SpecDecoder) -> None:
     """Keeps out: a server that reads gigabytes before it says no."""
     with Served(pair, times={"discard": 0.1}) as served, served.connect() as connection:
         connection.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nHost: [::1]\r\nContent-Type: application/json\r\n"
             b"Content-Length: 99999999999\r\n\r\n{"
         )
         answer = answer_to(connection)
@@ -106,7 +106,7 @@ def test_a_body_that_ends_early(served: Served) -> None:
     """Keeps out: a request that waits for ever in the queue, and a traceback for a client that went away."""
     with served.connect() as connection:
         connection.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
+            b"POST /v1/completions HTTP/1.1\r\nHost: [::1]\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
         )
     wait_until(lambda: served.lines and served.lines[-1].get("status") == 499, "the log says that the client went away")
     assert served.state.queue.is_empty

@@ -17,6 +17,7 @@ from toolkit.serving.server import Served, error_of, wait_until
 from specdec import Generation, SamplingParams, SpecDecoder
 from specdec.serve import log
 from specdec.serve.metrics import COUNTERS, DEPTHS, GAUGES, HISTOGRAMS
+from specdec.serve.wire.errors import request_failed
 
 TEXTS = ["Once upon a time", "The little dog"]
 SECRET = "xylophone"
@@ -24,12 +25,14 @@ PATH = "/v1/completions"
 
 
 def scraped(served: Served) -> dict[tuple[str, str], float]:
-    """Every sample of /metrics: (name, value of its one label or empty) -> number."""
+    """Every sample of /metrics: (name, values of its labels but the model's, or empty) -> number."""
     answer = served.get("/metrics")
     assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/plain")
     families = list(text_string_to_metric_families(answer.text))
-    assert all(family.documentation and family.name.startswith("specdec_") for family in families)
-    return {(s.name, "".join(s.labels.values())): s.value for family in families for s in family.samples}
+    assert all(family.documentation and family.name.startswith(("specdec_", "process_")) for family in families)
+    samples = [sample for family in families for sample in family.samples]
+    assert all(s.name.startswith("process_") or s.labels.pop("model") == served.options.name for s in samples)
+    return {(s.name, " ".join(s.labels.values())): s.value for s in samples}
 
 
 def test_metrics_are_what_ran(pair: SpecDecoder) -> None:
@@ -55,22 +58,31 @@ def test_metrics_are_what_ran(pair: SpecDecoder) -> None:
                 expected = sum(getattr(item.stats, name)[depth] for item in ran)
                 assert added(f"specdec_{name}_total", str(depth + 1)) == expected, (name, depth)
         assert max(item.stats.rounds for item in ran) <= added("specdec_rounds_total") <= sum(i.stats.rounds for i in ran)
+        assert added("specdec_speculated_total") == sum(item.stats.reached_by_depth[0] for item in ran)
         assert added("specdec_requests_total", "length") == 4
+        ends = {end: added("specdec_http_requests_total", f"{end} {PATH}") for end in ("done", "refused", "failed", "gone")}
+        assert ends == {"done": 2, "refused": 1, "failed": 0, "gone": 0}
+        assert added("specdec_http_requests_total", "done /metrics") == 1
+        assert before.keys() == after.keys(), "a series began with its first event"
         assert (added("specdec_http_responses_total", "200"), added("specdec_http_responses_total", "400")) == (3, 1)
         assert added("specdec_first_token_seconds_count") == 4 and added("specdec_between_tokens_seconds_count") == 76
-        assert 0 < added("specdec_first_token_seconds_sum") < 4 * seconds
+        times = [added(f"specdec_{name}_seconds_sum") for name in ("queue", "first_token", "request")]
+        assert 0 < times[0] < times[1] < times[2] < 4 * seconds
+        assert added("specdec_queue_seconds_count") == added("specdec_request_seconds_count") == 4
         buckets = [value for (name, _), value in after.items() if name == "specdec_between_tokens_seconds_bucket"]
         assert buckets == sorted(buckets) and buckets[-1] == after["specdec_between_tokens_seconds_count", ""]
         assert after["specdec_running", ""] == after["specdec_waiting", ""] == after["specdec_pages_used", ""] == 0
-        assert after["specdec_pages_total", ""] == Driver(pair).pages_total
+        assert after["specdec_pages", ""] == Driver(pair).pages_total
+        assert after["process_resident_memory_bytes", ""] > 1e6
 
 
 def test_every_metric_is_there_from_the_start(served: Served) -> None:
     """Keeps out: a dashboard without lines until the first request, and a metric that lost its meaning."""
     families = {family.name: family for family in text_string_to_metric_families(served.get("/metrics").text)}
     names = {*GAUGES, *COUNTERS, *DEPTHS, "requests", "http_responses", *(f"{name}_seconds" for name in HISTOGRAMS)}
-    names |= {"http_connections", "http_connections_cut", "log_lines_dropped"}
-    assert families.keys() == {f"specdec_{name}" for name in names}
+    names |= {"http_requests", "http_connections", "http_connections_cut", "log_lines_dropped", "audit_skipped"}
+    assert {name for name in families if not name.startswith("process_")} == {f"specdec_{name}" for name in names}
+    assert all(family.samples for family in families.values())
 
 
 def test_gauges_show_what_runs(pair: SpecDecoder) -> None:
@@ -92,6 +104,21 @@ def test_gauges_show_what_runs(pair: SpecDecoder) -> None:
         ):
             wait_until(four_run, "four choices run and two wait")
         assert 0 < seen["specdec_pages_used", ""] <= driver.pages_total
+
+
+def test_a_request_ends_in_one_of_four_ways(served: Served) -> None:
+    """Keeps out: a stream that failed after its status and counts as done, and a series for each path that callers make."""
+    ends = {("GET", 200): "done", ("GET", 404): "refused", ("GET", 499): "gone", ("GET", 503): "failed", ("GET", 0): "failed"}
+    assert {(method, status): log.LogEntry("", method, PATH, status=status).end for method, status in ends} == ends
+    failed = log.LogEntry("", "POST", PATH, status=200)
+    failed.failed(request_failed("no number"))
+    assert failed.end == "failed"
+    before = scraped(served)
+    for path in ("/made/up", "/made/up/too"):
+        assert served.get(path).status_code == 404
+    after = scraped(served)
+    assert after.keys() == before.keys()
+    assert after["specdec_http_requests_total", "refused other"] - before["specdec_http_requests_total", "refused other"] == 2
 
 
 # ---- the log ----

@@ -16,9 +16,10 @@ import pytest
 
 from specdec import cli, shipped
 from specdec.async_decoder import AsyncSpecDecoder
+from specdec.checks import setting_of
 from specdec.cli.flags import flag_of
 from specdec.cli.serve import name_of
-from specdec.options import EngineOptions, setting_of
+from specdec.options import EngineOptions
 from specdec.serve.options import KEY_VARIABLE, ServeOptions
 
 OTHER: dict[str, tuple[list[str], Any]] = {  # of each option: a value that is not its default, as a flag and as it arrives
@@ -26,6 +27,8 @@ OTHER: dict[str, tuple[list[str], Any]] = {  # of each option: a value that is n
     "port": (["0"], 0),
     "api_key": (["sesame"], "sesame"),
     "model_name": (["my/model"], "my/model"),
+    "allowed_origins": (["https://a.example"], "https://a.example"),
+    "allowed_hosts": (["models.example"], "models.example"),
     "max_queue": (["3"], 3),
     "max_body_bytes": (["5000"], 5000),
     "max_connections": (["7"], 7),

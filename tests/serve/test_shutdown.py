@@ -126,7 +126,7 @@ def test_a_reader_that_has_stopped_does_not_keep_the_server_alive(pair: SpecDeco
     with Served(pair, model_name=name, send_buffer=4096, grace_seconds=1) as served, served.connect(4096) as slow:
         content = f'{{"model": "{name}", "prompt": "Once", "max_tokens": 150, "ignore_eos": true, "stream": true}}'.encode()
         slow.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nHost: [::1]\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
             % len(content)
             + content
         )

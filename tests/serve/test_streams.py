@@ -94,7 +94,7 @@ def test_a_slow_reader_holds_up_nobody(pair: SpecDecoder) -> None:
     with Served(pair, model_name=name, send_buffer=4096) as served:
         with served.connect(receive_buffer=4096) as slow:
             slow.sendall(
-                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+                b"POST /v1/completions HTTP/1.1\r\nHost: [::1]\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
                 % len(content)
                 + content
             )

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from specdec.attention.latent.limits import Limits
-from specdec.models.deepseek.modules import LatentAttention
+from specdec.models.latent.attention import LatentAttention
 from toolkit.models import Zoo, save_random, scaled
 
 YARN = dict(

@@ -120,7 +120,11 @@ class Script:
         accepted: list[int],
         best: list[tuple[int, int]] | None,
         tokens: int,
+        matched: list[int] | None,
     ) -> None:
-        assert seconds > 0 and tokens > 0 and all(0 <= a <= (shape.max_steps if shape else 0) for a in accepted)
+        levels = shape.levels if shape else 0
+        assert seconds > 0 and tokens > 0 and all(0 <= a <= levels for a in accepted)
+        assert (matched is not None) == (shape is not None and shape.max_depth is not None)
+        assert all(0 <= by_others <= a for by_others, a in zip(matched or (), accepted, strict=matched is not None))
         for a, (first, length) in zip(accepted, best or (), strict=best is not None):
-            assert 0 <= first <= a and first <= length <= (shape.max_steps if shape else 0)
+            assert 0 <= first <= a and first <= length <= levels

@@ -259,8 +259,10 @@ class Zoo:
         return Greedy(lambda: self.hf(name), prompt, max_tokens, known)
 
     def decoder(self, target: str, kind: str | None = None, spec: SpecConfig | None = None, **settings: Any) -> SpecDecoder:
-        """A decoder on the CPU, in float32 if nothing else is said."""
-        head = kind if kind is None or kind in KINDS else self.head(target, kind)
+        """A decoder on the CPU, in float32 if nothing else is said.  kind: with the names of other sources after "+"."""
+        kind, *sources = [None] if kind is None else kind.split("+")
+        head: Any = kind if kind is None or kind in KINDS else self.head(target, kind)
+        head = [head, *sources] if sources else head
         return SpecDecoder.from_pretrained(
             self.target(target),
             head,

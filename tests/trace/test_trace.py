@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -42,6 +44,31 @@ def test_pieces_are_the_text(trace: Trace, decoder: SpecDecoder) -> None:
     assert all(
         {*each.phases} == {"draft", "verify", "extend"} and each.wall >= sum(each.phases.values()) for each in first.times
     )
+
+
+def test_a_second_run_of_other_rounds_is_called_so(trace: Trace) -> None:
+    """Keeps out: times that stand beside rounds which they are not of: the first run's answer is a source of the second."""
+    assert "times" not in trace.about
+    drafts, settings = [str(shipped.draft_folder()), "answers"], {"device": "cpu", "max_seq_len": 128, "smoke": False}
+    with SpecDecoder.from_pretrained(shipped.target_folder(), drafts, SpecConfig(2, 1, 9, max_depth=8), **settings) as learns:
+        made = learns.trace("Once upon a time", SamplingParams(max_tokens=24))
+    (text,) = made.texts
+    assert len(text.times) < len(text.rounds)
+    wanted = f"of other rounds than these: {len(text.times)} with .* in place of {len(text.rounds)} with "
+    assert re.match(wanted, made.about["times"]) and made.about["times"] in as_html(made)
+
+
+def test_the_text_names_sources() -> None:
+    """Keeps out: nodes whose source nobody sees, and one that is counted though its node was not taken."""
+    trace = drawn_trace(random.Random(3), 1)
+    (text,) = trace.texts
+    lines = [*as_text(trace)]
+    nodes = [source for each in text.rounds for source in each.sources[1:]]
+    assert any(nodes)
+    for name in {*nodes} - {""}:
+        assert sum(name in line.split() for line in lines[2:]) >= sum(node == name for node in nodes)
+    taken = Counter(each.sources[node] for each in text.rounds if each.sources for node in each.path[1:])
+    assert lines[1] == "accepted " + ", ".join(f"{count} from {name}" for name, count in taken.most_common())
 
 
 def test_json_keeps_all() -> None:
@@ -136,14 +163,17 @@ def test_two_thousand_tokens_are_less_than_3_mb(tmp_path: Path) -> None:
 
 
 def test_every_node_has_its_line() -> None:
-    """Keeps out: a branch that is left out or stands under another parent, by reading the lines back."""
+    """Keeps out: a branch that is left out or stands elsewhere, sources of another node, by reading the lines back."""
     for seed in range(30):
         made = drawn_trace(random.Random(seed), 1)
         made.pieces.update({n: f"t{n}" for n in range(120)})
         lines, text = list(as_text(made)), made.texts[0]
         starts = [i for i, line in enumerate(lines) if line.startswith("round ")]
         for each, begin, end in zip(text.rounds, starts, [*starts[1:], len(lines)], strict=True):
-            tree, above, found = each.tree, list[str](), list[tuple[int, str, str]]()
+            tree, above, found, of_nodes = each.tree, list[str](), list[tuple[int, str, str]](), Counter[str]()
+            accepted = Counter(each.sources[n] for n in each.path[1:] if each.sources)
+            assert all(f"{count} by {name}" in lines[begin] for name, count in accepted.items())
+            assert lines[begin].count(" by ") == len(accepted)
             for line in lines[begin + 1 : end]:
                 name = line.lstrip("\u2502\u251c\u2514\u2500 ")
                 if not name:
@@ -151,13 +181,14 @@ def test_every_node_has_its_line() -> None:
                 depth = (len(line) - len(name)) // 3
                 above = [*above[:depth], name.split("'")[1]]
                 found.append((depth, name.split("'")[1], above[depth - 1] if depth else ""))
+                of_nodes.update({"drafter", "suffix", "drafter+suffix"} & {*name.split()})
             depths = [0]
             for n in range(1, len(tree.tokens)):
                 depths.append(depths[tree.parents[n]] + 1)
             end_node = each.path[-1]
             wanted = [(depths[n], f"t{t}", f"t{tree.tokens[tree.parents[n]]}" if n else "") for n, t in enumerate(tree.tokens)]
             wanted.append((depths[end_node] + 1, f"t{tree.chosen[end_node]}", f"t{tree.tokens[end_node]}"))
-            assert sorted(found) == sorted(wanted)
+            assert sorted(found) == sorted(wanted) and of_nodes == Counter(filter(None, each.sources))
 
 
 def test_json_is_utf_8_everywhere(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ Shapes: B sequences, N nodes, E places on a path.
 """
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,8 +13,11 @@ from toolkit.trees import random_trees
 from torch import Tensor
 
 from specdec.attention.pages import PageTable
+from specdec.batch.emitted import tree_numbers
 from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
+from specdec.batch.trees import numbers_triton
+from specdec.batch.trees.numbers_triton import launch_tree_numbers
 from specdec.batch.trees.tables import path_tables
 from specdec.batch.trees.tables_triton import launch_path_tables
 from specdec.verify import accept_triton
@@ -32,7 +36,10 @@ def tree_of(B: int, N: int, S: int, chain: bool = False) -> DraftTree:
 
 
 def on_device(tree: DraftTree) -> DraftTree:
-    return DraftTree(tree.tokens_BN.to(DEVICE), tree.parents_BN.to(DEVICE), tree.max_depth, tree.is_chain)
+    sources_BN = None if tree.sources_BN is None else tree.sources_BN.to(DEVICE)
+    return DraftTree(
+        tree.tokens_BN.to(DEVICE), tree.parents_BN.to(DEVICE), tree.max_depth, tree.is_chain, sources_BN=sources_BN
+    )
 
 
 def likely_targets(tree: DraftTree) -> Tensor:
@@ -78,6 +85,7 @@ def test_acceptance_equals_the_definition(B: int, N: int, S: int) -> None:
     tree = tree_of(B, N, S)
     for targets_BN in (likely_targets(tree), torch.randint(N, (B, N)), torch.full((B, N), N)):
         check_acceptance(tree, targets_BN)
+        check_acceptance(replace(tree, sources_BN=torch.randint(1 << 40, (B, N))), targets_BN)
 
 
 def test_acceptance_writes_into_its_own_rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,3 +142,28 @@ def test_tables_equal_the_definition(B: int, N: int, S: int, page_size: int) -> 
     rows = got.pages.table.cpu()
     assert torch.equal(rows.where(read, 0), suffix.pages.table.where(read, 0))
     assert torch.equal(rows, rows.where(read, slots.flatten().int()[:, None])), "past its length a row repeats its own slot"
+
+
+@pytest.mark.parametrize("sources", [False, True])
+@pytest.mark.parametrize("scores", [False, True])
+@pytest.mark.parametrize(("B", "N"), [(3, 9), (1, 1), (5, 70)])
+def test_numbers_of_trees_equal_the_definition(
+    B: int, N: int, scores: bool, sources: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keeps out: a column of another node or row, one place too few or too many, a score that lost its bits, and a chain whose
+    parents are one row for all sequences."""
+    torch.manual_seed(B + N)
+    tree = tree_of(B, N, min(N - 1, 4)) if N > 1 and scores else DraftTree.chain(torch.randint(900, (B, N)))
+    chosen_BN = torch.randint(-1, 900, (B, N))
+    tree = replace(
+        tree,
+        scores_BN=torch.randn(B, N).where(torch.rand(B, N) < 0.9, -torch.inf) if scores else None,
+        sources_BN=torch.randint(8, (B, N)) if sources else None,
+    )
+    want_B5N = tree_numbers(tree, chosen_BN)
+    columns = (tree.tokens_BN, tree.parents_BN, tree.scores_BN, tree.sources_BN)
+    tokens_BN, parents_BN, scores_BN, sources_BN = (None if each is None else each.to(DEVICE) for each in columns)
+    here = DraftTree(tokens_BN, parents_BN, tree.max_depth, tree.is_chain, scores_BN, sources_BN)  # type: ignore[arg-type]
+    fences = fence_new_memory(numbers_triton, monkeypatch)
+    assert torch.equal(launch_tree_numbers(here, chosen_BN.to(DEVICE)).cpu(), want_B5N)
+    assert len(fences) == 2 and all(bool((fence == MARK).all()) for fence in fences)

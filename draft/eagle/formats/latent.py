@@ -12,8 +12,9 @@ from typing import Any
 from specdec.draft.formats.body import layer_count, only_keys, parse_head_rope
 from specdec.models.checkpoints.config_values import mapping, text
 from specdec.models.config import ModelConfig
-from specdec.models.deepseek.config import DeepseekConfig, parse_deepseek
+from specdec.models.deepseek.config import parse_deepseek
 from specdec.models.keys.shared import require
+from specdec.models.latent.config import LatentConfig
 from specdec.models.schemes.config import scheme_of
 
 ARCHITECTURE = "Eagle3DeepseekV2ForCausalLM"
@@ -37,7 +38,7 @@ _SCHEMES = frozenset(("quantization_config", "compression_config"))
 
 def latent_layers(
     raw: dict[str, Any], own: Iterable[str], target: ModelConfig | None, where: str, expected: int | None = None
-) -> DeepseekConfig:
+) -> LatentConfig:
     """The head's own layers.  own: the keys that the layout's reader reads itself.  expected: as of `layer_count`.
 
     ValueError for any other key that is neither of latent attention nor harmless.
@@ -65,7 +66,7 @@ def latent_layers(
     return replace(model, rope=rope, tie_embeddings=False, latent_eps=model.rms_norm_eps)
 
 
-def latent_meanings(model: DeepseekConfig) -> dict[str, str]:
+def latent_meanings(model: LatentConfig) -> dict[str, str]:
     """What keys of latent attention were taken to mean."""
     queries = "each head's from the input" if model.q_rank is None else f"from a latent of {model.q_rank} numbers"
     pairs = "side by side" if model.interleaved else "half a head apart"

@@ -15,7 +15,7 @@ from specdec.draft.eagle.formats.latent import ARCHITECTURE, RANK, latent_layers
 from specdec.draft.formats.body import aux_layers_of, check_features, head_layers
 from specdec.draft.formats.reading import HeadFiles, ParsedHead, PartNames
 from specdec.models.config import ModelConfig
-from specdec.models.deepseek.config import DeepseekConfig
+from specdec.models.latent.config import LatentConfig
 
 NAME, DEEP = "modelopt", "LlamaForCausalLMEagle3Deep"
 MARK = "next_layer_regular"
@@ -48,7 +48,7 @@ def read(files: HeadFiles, target: ModelConfig | None) -> ParsedHead:
         "hidden_norm": "the feature passes hidden_norm alone; ModelOpt 0.47's own module normed it by input_layernorm before",
         "recycled": "the output before the final norm",
     }
-    if isinstance(model, DeepseekConfig):
+    if isinstance(model, LatentConfig):
         meanings |= latent_meanings(model)
     elif model.rope.kind == "yarn":
         meanings["yarn"] = "as written; exporters add it to heads that were trained without it, which lowers acceptance"

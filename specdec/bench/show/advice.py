@@ -10,8 +10,9 @@ from operator import mul
 from typing import NamedTuple
 
 from specdec.bench.measurement import REPEAT_FLAG, Cell, Measurement
-from specdec.config import MAX_STEPS, SpecConfig
+from specdec.config import SpecConfig
 from specdec.draft.kinds import kind_of
+from specdec.limits import MAX_STEPS
 
 WORTH = 1.05  # a predicted gain below it is not mentioned
 FURTHER = 3  # levels after the last one that was measured about which something is predicted

@@ -21,6 +21,8 @@ from specdec.trace.pieces import TokenPieces
 MAX_SHOWN_PROMPT = 2000  # characters of a prompt that are shown
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but the tab and the end of a line
 DRAFTED, OWN, PROMPT = "32", "35", "2"  # green, magenta, dim: as parameters of the sequence that selects them
+SEVERAL = "several"  # sources of one token
+SOURCES = {"drafter": DRAFTED, "suffix": "33", "prediction": "36", "corpus": "34", "answers": "96", SEVERAL: "92"}
 
 
 class Screen:
@@ -28,10 +30,20 @@ class Screen:
 
     prompt: as the user gave it.  goes_on: whether the text follows it on its line, as an answer does not.
     decode, prompt_ids: see TokenPieces.  is_plain: whether there is no drafter, so that there is nothing to tell apart.
+    sources: the names of those that draft; each of several has a colour of its own.
     """
 
-    def __init__(self, prompt: str, goes_on: bool, decode: Decode, prompt_ids: Sequence[int], is_plain: bool) -> None:
+    def __init__(
+        self,
+        prompt: str,
+        goes_on: bool,
+        decode: Decode,
+        prompt_ids: Sequence[int],
+        is_plain: bool,
+        sources: Sequence[str] = (),
+    ) -> None:
         self._prompt, self._goes_on, self._is_plain = prompt, goes_on, is_plain
+        self._sources = sources if len(sources) > 1 else ()
         self._decode, self._prompt_ids = decode, prompt_ids
         self._has_colours = has_colours()
         self._pieces: TokenPieces | None = None
@@ -52,7 +64,7 @@ class Screen:
     def whole(self, generation: Generation) -> None:
         """Shows a finished text after its prompt, and ends the line."""
         self._begin()
-        self._paint(Chunk(generation.text, generation.token_ids, generation.origins))
+        self._paint(Chunk(generation.text, generation.token_ids, generation.origins, None, generation.sources))
         self._write("\n")
 
     def last_line(self, generations: Sequence[Generation], seconds: float) -> str:
@@ -77,8 +89,11 @@ class Screen:
     def _begin(self) -> None:
         """Shows the prompt of the next text, and before the first one what colours mean."""
         if self._pieces is None and self._has_colours and not self._is_plain and sys.stderr.isatty():
-            drafted, own = painted("accepted drafts", DRAFTED), painted("the target's own", OWN)
-            print(f"{painted('colours:', PROMPT)} {drafted}, {own}", file=sys.stderr, flush=True)
+            keys = {"accepted drafts": DRAFTED}
+            if self._sources:
+                keys = {f"from {name}": SOURCES[name] for name in self._sources} | {"several sources": SOURCES[SEVERAL]}
+            listed = ", ".join(painted(name, colour) for name, colour in {**keys, "the target's own": OWN}.items())
+            print(f"{painted('colours:', PROMPT)} {listed}", file=sys.stderr, flush=True)
         self._pieces = TokenPieces(self._decode, self._prompt_ids)
         left_out = len(self._prompt) - MAX_SHOWN_PROMPT
         shown = self._prompt if left_out <= 0 else f"[{left_out:,} characters] ...{self._prompt[-MAX_SHOWN_PROMPT:]}"
@@ -94,9 +109,17 @@ class Screen:
 
     def _paint(self, chunk: Chunk) -> None:
         assert self._pieces is not None
-        pieces = ((text, origin > 0) for text, origin in self._pieces.of(chunk))
-        for is_drafted, run in groupby(pieces, key=itemgetter(1)):
-            self._write("".join(text for text, _ in run), "" if self._is_plain else DRAFTED if is_drafted else OWN)
+        pieces = self._pieces.of(chunk, list(map(self._colour, chunk.origins, chunk.sources or [""] * len(chunk.origins))))
+        for colour, run in groupby(pieces, key=itemgetter(1)):
+            self._write("".join(text for text, _ in run), colour)
+
+    def _colour(self, origin: int, source: str) -> str:
+        """The colour of a token: of who wrote it, or drafted it where there are several; none where nobody drafts."""
+        if self._is_plain:
+            return ""
+        if not origin:
+            return OWN
+        return SOURCES.get(SEVERAL if "+" in source else source, DRAFTED) if self._sources else DRAFTED
 
     def _write(self, text: str, colour: str = "") -> None:
         """Writes text that can't command the terminal.  What its encoding lacks is written as an escape, too."""

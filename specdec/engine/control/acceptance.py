@@ -2,7 +2,8 @@
 
 The estimate has few numbers, so that few rounds tell much.  Each level has a probability with which a chain's draft token is
 accepted, given that the level above it was.  A tree offers several tokens a level: the odds of a level grow with the nodes that
-the tree has for each node of a chain, and one number, `branching`, says how fast.
+the tree has for each node of a chain, and one number, `branching`, says how fast.  What other sources of a tree add is in
+`path_rates.py`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from operator import mul
 from typing import NamedTuple
 
 from specdec.config import SpecConfig
+from specdec.engine.control.path_rates import FIRST, PathRates, known_depths
 
 # An observation counts 1/e after so many later ones, and after so many later rounds at least.  One row of one round is one.
 MEMORY, MEMORY_ROUNDS = 300.0, 6.0
@@ -76,9 +78,13 @@ class Acceptance:
         been.
     branching: of all trees; and of each shape, where it has run.
     first_guess: what the first level is assumed to accept; None: nobody has looked at the drafter.
+    depths: how deep paths of other sources reach; 0: there are none.  first_match: what their first token is assumed to accept.
     """
 
-    def __init__(self, levels: int, first_guess: float | None = None) -> None:
+    def __init__(
+        self, levels: int, first_guess: float | None = None, depths: int = 0, first_match: float = FIRST
+    ) -> None:  # fmt: skip
+        self.matches = PathRates(depths, first_match)
         self.first_guess = FIRST_GUESS if first_guess is None else first_guess
         self.reached, self.accepted = [0.0] * levels, [0.0] * levels
         self._sums = LevelSums([0] * levels, [0] * levels)  # of all rounds, none of them forgotten
@@ -114,27 +120,34 @@ class Acceptance:
         doubts = runs is not None and runs.topk == 1
         found = list[float]()
         for shape in shapes:
-            if shape is None or shape.topk == 1:
+            if shape is None or shape.is_chain:
                 found.append(of_chains[shape.max_steps if shape else 0])
             else:
-                more = self._expected(shape, chain[: shape.max_steps], doubts) - 1
+                more = self._expected(shape, chain[: shape.max_steps], doubts, known_depths(runs)) - 1
                 found.append(1 + self._honest(shape, doubts) * more)
         return found
 
     def observe(
-        self, shape: SpecConfig, accepted: Sequence[int], best: Sequence[tuple[int, int]] | None = None, rounds: int = 1
+        self,
+        shape: SpecConfig,
+        accepted: Sequence[int],
+        best: Sequence[tuple[int, int]] | None = None,
+        rounds: int = 1,
+        matched: Sequence[int] | None = None,
     ) -> None:
         """Records how many draft tokens each row that speculates accepted, in so many verified rounds with trees of a shape.
 
         best: for each row, how many tokens of the drafter's first choices were accepted, and how many the tree had: what a
-        chain would have drafted.  None for a chain.
+        chain would have drafted.  None for a chain.  matched: see PathRates.observe; None where there are no other sources.
         """
         rows = len(accepted) / rounds
         fade = math.exp(-len(accepted) / max(MEMORY, MEMORY_ROUNDS * rows))
-        if shape.topk > 1:
+        if not shape.is_chain:
             self._check(shape, accepted)
-        if best is None:
-            best = [(a, shape.max_steps) for a in accepted]
+        if matched is not None:
+            self.matches.observe(shape, matched, rounds)
+        S = shape.max_steps
+        best = [(min(a, S), min(length, S)) for a, length in best] if best is not None else [(a, S) for a in accepted]
         levels = len(self.reached)
         refused, rescued, ended = [0] * (levels + 1), [0] * levels, [0] * (levels + 1)
         for a, (first, length) in zip(accepted, best, strict=True):
@@ -190,9 +203,12 @@ class Acceptance:
         got, promised = self._kept.get(shape, (0.0, 0.0))
         return (got + CHECK_WEIGHT * usual) / (promised + CHECK_WEIGHT)
 
-    def _expected(self, shape: SpecConfig, chain: Sequence[float], doubts: bool = False) -> float:
-        """Tokens of a round by its levels alone, the bonus token included."""
-        return _tokens(self._shifted(chain, shape, doubts))[-1]
+    def _expected(
+        self, shape: SpecConfig, chain: Sequence[float], doubts: bool = False, known: int | None = None
+    ) -> float:  # fmt: skip
+        """Tokens of a round by its levels alone, the bonus token included.  known: depths of paths; see PathRates.rates."""
+        levels = self._shifted(chain, shape, doubts)
+        return _tokens(levels)[-1] if shape.max_depth is None else self.matches.joined(levels, shape, known)
 
     def _copied(self) -> LevelSums:
         return LevelSums(list(self._sums.reached), list(self._sums.accepted))
@@ -263,5 +279,5 @@ def _tokens(chain: Sequence[float]) -> list[float]:
 
 
 def width(shape: SpecConfig) -> float:
-    """How wide a shape is: the logarithm of its nodes over those of a chain as deep; 0 for a chain."""
+    """How wide a drafter's tree is: the logarithm of its nodes over those of a chain as deep; 0 for a chain."""
     return 0.0 if shape.topk == 1 else max(0.0, math.log(shape.num_draft_tokens / (shape.max_steps + 1)))

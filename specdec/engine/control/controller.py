@@ -18,8 +18,10 @@ from typing import NamedTuple
 
 from specdec.config import SpecConfig
 from specdec.engine.control.acceptance import Acceptance
-from specdec.engine.control.costs import Costs, Shape
+from specdec.engine.control.costs import Costs, Shape, is_narrow
+from specdec.engine.control.path_rates import PREDICTED
 from specdec.limits import MAX_PAUSE
+from specdec.steps import Needs
 
 GAIN = 0.015  # the threshold for another shape: it must promise this share more tokens per second
 LOOKING = 0.004, 0.002  # the share of time that looks may lose: after a change of shape, and after a look that changed nothing
@@ -33,14 +35,43 @@ FIRST_RUNS = 3  # where shapes can't be tried on the side, the first ones run so
 class RoundSize(NamedTuple):
     """What a round's cost depends on besides its shape.
 
-    rows: of the batch.  grammar: whether the round runs phase by phase, for the masks of a grammar (see `Needs`).
+    rows: of the batch.  grammar: whether the round runs phase by phase, for the masks of a grammar (see `Needs`).  predicted:
+    whether requests bring predictions, of which much more is accepted than of other sources.
     """
 
     rows: int
     grammar: bool = False
+    predicted: bool = False
+
+    @classmethod
+    def of(cls, rows: int, needs: Needs) -> RoundSize:
+        return cls(rows, needs.grammar, "prediction" in needs.steps)
 
     def __str__(self) -> str:
-        return f"{self.rows} row{'' if self.rows == 1 else 's'}{' with a grammar' if self.grammar else ''}"
+        beside = f"{' with a grammar' if self.grammar else ''}{' with predictions' if self.predicted else ''}"
+        return f"{self.rows} row{'' if self.rows == 1 else 's'}{beside}"
+
+
+@dataclass
+class AlikeRounds:
+    """Rounds of one shape and as many rows, whose rows stand after each other.  told: what is to learn from them.  The other
+    fields: see Speculation.observe.
+    """
+
+    shape: SpecConfig
+    told: Acceptance
+    best: list[tuple[int, int]] | None
+    matched: list[int] | None
+    accepted: list[int] = field(default_factory=list)
+    rounds: int = 0
+
+    def add(self, accepted: Sequence[int], best: Sequence[tuple[int, int]] | None, matched: Sequence[int] | None) -> None:
+        self.accepted += accepted
+        self.rounds += 1
+        if self.best is not None and best is not None:
+            self.best += best
+        if self.matched is not None and matched is not None:
+            self.matched += matched
 
 
 @dataclass
@@ -81,10 +112,12 @@ class Controller:
         self.shapes, self.tries, self.ready_seconds = tuple(shapes), ready_seconds > 0, ready_seconds
         self.all: tuple[Shape, ...] = (None, *self.shapes)
         self.has_looked = first_accepted is not None
-        self.acceptance = Acceptance(max(shape.max_steps for shape in shapes), first_accepted)
+        depths = max(0 if shape.max_depth is None else shape.levels for shape in shapes)
+        levels = max(shape.max_steps for shape in shapes)
+        self.acceptance = Acceptance(levels, first_accepted, depths)
+        self.of_predicted = Acceptance(levels, first_accepted, depths, PREDICTED)  # of rounds with predictions
         self.books: dict[RoundSize, SizeStats] = {}
-        # The last rounds, if they had one shape and as many rows: the shape, accepted, best (see observe), how many rounds.
-        self._alike: tuple[SpecConfig, list[int], list[tuple[int, int]] | None, int] | None = None
+        self._alike: AlikeRounds | None = None  # the last rounds, if they had one shape and as many rows
 
     # ---- what rounds have shown ----
 
@@ -96,27 +129,29 @@ class Controller:
         accepted: Sequence[int],
         best: Sequence[tuple[int, int]] | None = None,
         tokens: int = 0,
+        matched: Sequence[int] | None = None,
     ) -> None:
         """A round was verified.  The arguments: see Speculation.observe."""
         self._book(size).costs.observe(shape, seconds, tokens)
         if shape is None or not accepted:
             return
-        if self._alike and (self._alike[0] != shape or len(self._alike[1]) != self._alike[3] * len(accepted)):
+        alike = self._alike
+        kind = shape, self._acceptance(size)
+        if alike and ((alike.shape, alike.told) != kind or len(alike.accepted) != alike.rounds * len(accepted)):
             self._learn()
         if self._alike is None:
-            self._alike = shape, [], None if best is None else [], 0
-        _, rows, first_choices, rounds = self._alike
-        rows += accepted
-        if first_choices is not None and best is not None:
-            first_choices += best
-        self._alike = shape, rows, first_choices, rounds + 1
+            self._alike = AlikeRounds(*kind, None if best is None else [], None if matched is None else [])
+        self._alike.add(accepted, best, matched)
 
     def _learn(self) -> None:
         """Hands rounds that were verified to the estimate of acceptance: several at once, which takes the host less time."""
         if self._alike is not None:
-            shape, accepted, best, rounds = self._alike
-            self.acceptance.observe(shape, accepted, best, rounds)
+            same = self._alike
+            same.told.observe(same.shape, same.accepted, same.best, same.rounds, same.matched)
             self._alike = None
+
+    def _acceptance(self, size: RoundSize) -> Acceptance:
+        return self.of_predicted if size.predicted else self.acceptance
 
     def tried(self, size: RoundSize, shape: Shape, seconds: float, tokens: int = 0) -> None:
         """A shape was tried on the side, with rows of so many tokens together."""
@@ -157,7 +192,7 @@ class Controller:
         """
         usable = self.all if ready is None else ready
         book = self._book(size)
-        if unmeasured := self._unmeasured(book, usable, share):
+        if unmeasured := self._unmeasured(size, usable, share):
             return unmeasured[0]
         if self._is_due(book) or book.judged != (share, usable):
             self._learn()
@@ -165,7 +200,7 @@ class Controller:
             if (best := self._better(book.best, book.rates)) != book.best:
                 book.best, book.share = best, LOOKING[0]
         book.rounds += 1
-        return self._look(book, share, pause)
+        return self._look(size, share, pause)
 
     def _is_due(self, book: SizeStats) -> bool:
         """Whether all shapes are to be judged now: seldom where no levels run and nothing was told of drafts since."""
@@ -181,7 +216,7 @@ class Controller:
 
     def rates(self, size: RoundSize, share: float, shapes: Sequence[Shape], runs: Shape = None) -> dict[Shape, float]:
         """Tokens a second and row: as expected, or where a shape runs, what others may well reach of which less is known."""
-        costs, lengths = self._book(size).costs, self.acceptance.accept_lengths(shapes, runs)
+        costs, lengths = self._book(size).costs, self._acceptance(size).accept_lengths(shapes, runs)
         found = dict[Shape, float]()
         for shape, length in zip(shapes, lengths, strict=True):
             least = 1.0 if runs is None or shape == runs else 1 - costs.doubt(shape)
@@ -196,10 +231,14 @@ class Controller:
         best = self._better(book.best, self.rates(size, share, self.all, book.best))  # which runs next
         rates = self.rates(size, share, [shape for shape in self.all if shape != best])
         second = max(rates, key=lambda shape: rates[shape])
-        levels = " ".join(f"{probability:.2f}" for probability in self.acceptance.of_chain(5))
-        if not self.acceptance.reached[0]:
+        acceptance = self._acceptance(size)
+        levels = " ".join(f"{probability:.2f}" for probability in acceptance.of_chain(5))
+        if not acceptance.reached[0]:
             source = "by the look at the drafter" if self.has_looked else "as is assumed"
             levels += f", {source}: no round has drafted yet"
+        if acceptance.matches.reached:
+            of_paths = " ".join(f"{rate:.2f}" for rate in acceptance.matches.rates(5))
+            levels += f", tokens of other sources with {of_paths}"
         return (
             f"{size}: {self._line(size, best, share)}; next best {self._line(size, second, share)}; "
             f"a chain's levels are accepted with {levels}"
@@ -218,18 +257,18 @@ class Controller:
         return f"{found}; to be measured: {missing}" if missing else found
 
     def _line(self, size: RoundSize, shape: Shape, share: float) -> str:
-        tokens, cost = self._tokens(shape, share), self._book(size).costs.of(shape)
+        tokens, cost = self._tokens(size, shape, share), self._book(size).costs.of(shape)
         return f"{label(shape)} with {tokens:.2f} tokens in {1e3 * cost:.2f} ms"
 
-    def _tokens(self, shape: Shape, share: float) -> float:
-        return 1 + share * (self.acceptance.accept_lengths([shape])[0] - 1)
+    def _tokens(self, size: RoundSize, shape: Shape, share: float) -> float:
+        return 1 + share * (self._acceptance(size).accept_lengths([shape])[0] - 1)
 
     def _book(self, size: RoundSize) -> SizeStats:
         """The size's own book, which begins with what the nearest one says, of those with a grammar or without, as it is."""
         if size not in self.books:
 
-            def unlike(other: RoundSize) -> tuple[bool, float]:
-                return other.grammar != size.grammar, abs(math.log(other.rows / size.rows))
+            def unlike(other: RoundSize) -> tuple[bool, float, bool]:
+                return other.grammar != size.grammar, abs(math.log(other.rows / size.rows)), other.predicted != size.predicted
 
             near = min(self.books, key=unlike, default=None)
             if near is None:
@@ -239,12 +278,13 @@ class Controller:
                 self.books[size] = SizeStats(Costs(self.tries, book.costs), [book.best or book.first[0]], book.best)
         return self.books[size]
 
-    def _unmeasured(self, book: SizeStats, usable: Sequence[Shape], share: float) -> list[Shape]:
+    def _unmeasured(self, size: RoundSize, usable: Sequence[Shape], share: float) -> list[Shape]:
         """The shapes to run because too little is known of costs; none if enough is.
 
         Where a shape can't be tried on the side, its first rounds cost what they cost.  So no levels run first, then the shape
         of the least work until it has been measured or seems worth nothing; what others cost is guessed from these.
         """
+        book = self._book(size)
         if self.tries:  # what was tried is read a round late
             return [] if book.knows_enough() else [shape for shape in book.first if shape in usable]
         small = book.smallest()
@@ -253,12 +293,13 @@ class Controller:
             if not self._is_due(book):
                 return []
             self._learn()
-            worth = self._tokens(small, share) * book.costs.of(None) / book.costs.of(small)
+            worth = self._tokens(size, small, share) * book.costs.of(None) / book.costs.of(small)
             return unmeasured if worth >= 1 + GAIN else []
         return unmeasured
 
-    def _look(self, book: SizeStats, share: float, pause: int) -> Shape:
+    def _look(self, size: RoundSize, share: float, pause: int) -> Shape:
         """The best shape, or another one to be looked at."""
+        book = self._book(size)
         best, rates = book.best, book.rates
         if best is not None:
             return best  # what is doubtful of other shapes speaks for them, so they run when they may be better
@@ -270,12 +311,12 @@ class Controller:
         if not looks:
             return None
         look = max(looks, key=lambda shape: rates[shape])
-        if book.costs.of(look) - self._tokens(look, share) / rates[None] > book.account:
+        if book.costs.of(look) - self._tokens(size, look, share) / rates[None] > book.account:
             return None
         book.account, book.since = 0.0, 0
         book.share = max(LOOKING[1], book.share / 2)
         self._learn()
-        self.acceptance.trust(TRUST)
+        self._acceptance(size).trust(TRUST)
         return look
 
 
@@ -286,7 +327,7 @@ def label(shape: Shape) -> str:
 
 def first_shapes(shapes: Sequence[SpecConfig]) -> list[SpecConfig]:
     """Those from which the costs of all others can be told: a long and a short chain, and the widest tree."""
-    chains, trees = ([shape for shape in shapes if (shape.topk == 1) == is_chain] for is_chain in (True, False))
+    chains, trees = ([shape for shape in shapes if is_narrow(shape) == narrow] for narrow in (True, False))
     found = [min(chains, key=lambda shape: abs(shape.max_steps - levels)) for levels in (5, 2)] if chains else []
     if trees:
         found.append(max(trees, key=lambda shape: (shape.num_draft_tokens, -shape.max_steps)))

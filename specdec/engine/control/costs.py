@@ -178,7 +178,7 @@ class Costs:
 
     def _chain(self, levels: int) -> float:
         """Seconds of a chain of so many levels, on the line through the nearest two that are known."""
-        chains = ((shape.max_steps if shape else 0, shape) for shape in self._measured if shape is None or shape.topk == 1)
+        chains = ((shape.max_steps if shape else 0, shape) for shape in self._measured if is_narrow(shape))
         known = {depth: self.of(shape) for depth, shape in chains}
         if not known:
             return min(self.of(shape) for shape in self._measured)
@@ -193,9 +193,14 @@ class Costs:
         found = [
             (self.of(shape) - self._chain(shape.max_steps)) / more
             for shape in self._measured
-            if shape is not None and shape.topk > 1 and (more := shape.num_draft_tokens - shape.max_steps - 1) > 0
+            if shape is not None and (more := shape.spare_nodes) > 0
         ]
         return max(0.0, min(found, default=0.0))
+
+
+def is_narrow(shape: Shape) -> bool:
+    """Whether a round of the shape has no more nodes than a chain as deep."""
+    return shape is None or shape.topk == 1 and shape.spare_nodes == 0
 
 
 def _work(shape: Shape) -> tuple[int, int]:

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from specdec.engine.request import RequestState
-from specdec.steps import Emitted, Pass, RunChunk, RunMixed, RunRound, Step
+from specdec.generation import Emitted
+from specdec.steps import Pass, RunChunk, RunMixed, RunRound, Step
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,12 @@ class Launch:
 
     @property
     def emits(self) -> bool:
-        """Whether the launch will emit tokens.  A chunk after which no output begins emits none."""
-        return any(isinstance(each.step, RunRound) or any(part.emits for part in each.step.parts) for each in self.planned)
+        """Whether the launch will emit tokens.  A chunk after which no output begins emits none, but perhaps scores of
+        its tokens."""
+        return any(
+            isinstance(each.step, RunRound) or any(part.emits or part.scored for part in each.step.parts)
+            for each in self.planned
+        )
 
     def split(self, emitted: Sequence[Emitted]) -> Iterator[tuple[Planned, Sequence[Emitted]]]:
         """What is planned, each with its share of what the launch emitted."""

@@ -151,9 +151,11 @@ class Admission:
 
     def _look_up(self, cache: PrefixCache, request: Request, drafted: bool) -> list[Node]:
         """`PrefixCache.find`, which takes long for a long text; the one that waits is looked up before each launch."""
+        if request.is_scored:
+            return []
         asked = request, request.text_length, drafted, cache.changes
         if self._looked_up is None or self._looked_up[0] != asked:
-            self._looked_up = asked, cache.find(request.text, drafted)
+            self._looked_up = asked, cache.find(request.text, drafted, request.cache_salt)
         return self._looked_up[1]
 
     def _usable(self, path: list[Node]) -> list[Node]:
@@ -202,10 +204,12 @@ class Admission:
         layers it must hold a state there, so the others are asked to keep theirs.
         found: what the cache holds now.
         """
-        if self.cache is None:
+        if self.cache is None or request.is_scored:
             return False
         text, size, waits = request.text, self.pool.page_size, False
         for other in others:
+            if other.request.cache_salt != request.cache_salt:
+                continue
             shared = common_pages(text, other.text, size) * size
             if shared - found.tokens >= self.min_shared_to_wait:
                 kept = self.text_states
@@ -236,7 +240,7 @@ class Admission:
             held.encoder_page = self._free_encoder_pages.pop()
         self.allocations[request] = held
         if self.text_states is not None:
-            self.text_states.begin(request, found.path, request.text_length, found.shared)
+            self.text_states.begin(request, found.path, request.text_length, found.shared, request.cache_salt)
         if self._forecasts is not None:
             insort(self._forecasts, self._forecast_entry(request, found, held.number))
         if self.cache is not None and not request.has_entered:
@@ -327,11 +331,12 @@ class Admission:
         allocation = self.allocations[request]
         if self.cache is None or allocation.node is None:
             return
-        allocation.node = self.cache.insert(request, allocation.node, tokens, allocation.table, drafted, leaves)
+        salt = request.cache_salt
+        allocation.node = self.cache.insert(request, allocation.node, tokens, allocation.table, drafted, leaves, salt)
         if self.copies is not None:
             assert allocation.local is not None
             first = self.copies.first_needed(allocation.start // self.pool.page_size)
-            path = self.cache.find(tokens, drafted=False)  # also pages of which the request has its own
+            path = self.cache.find(tokens, False, salt)  # also pages of which the request has its own
             self.copies.keep(path, allocation.local, first, reach, drafted)
 
     def leave(self, request: Request) -> None:

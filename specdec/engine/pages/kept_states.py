@@ -110,10 +110,14 @@ class KeptStates:
 
 
 class Promise(NamedTuple):
-    """A number under which a part that has not been launched keeps the state after these tokens, the first ones of its text."""
+    """A number under which a part that has not been launched keeps the state after these tokens, the first ones of its text.
+
+    salt: the text's, see PrefixCache.
+    """
 
     number: int
     tokens: Sequence[int]
+    salt: str | None = None
 
 
 @dataclass
@@ -123,7 +127,7 @@ class StateUse:
     number: of the state with which its text goes on, or ZEROS.  is_read: whether the chunk that reads it has been launched.
     last: the node after which it has begun or has kept its last state, if no other text was known to share that.
     places: where states of its text are kept.  promised: what its part in the next launch keeps, if it keeps a state.
-    offered: the tokens after which it has offered a state, and the one after them.
+    offered: the tokens after which it has offered a state, and the one after them.  salt: the text's.
     """
 
     number: int
@@ -132,6 +136,7 @@ class StateUse:
     is_read: bool = False
     promised: Promise | None = None
     offered: Sequence[int] = ()
+    salt: str | None = None
 
 
 class TextStates:
@@ -145,13 +150,13 @@ class TextStates:
         self.every, self.least = STATE_EVERY, LEAST_KEPT
         self._rows: dict[Hashable, StateUse] = {}
 
-    def begin(self, owner: Hashable, path: Sequence[Node], tokens: int, shared: int) -> None:
-        """A text of so many tokens gets a row, and goes on after the path.  shared: see PrefixHit."""
+    def begin(self, owner: Hashable, path: Sequence[Node], tokens: int, shared: int, salt: str | None = None) -> None:
+        """A text of so many tokens gets a row, and goes on after the path.  shared: see PrefixHit.  salt: see PrefixCache."""
         size = self.cache.pool.page_size
         number = self.kept.borrow(path[-1]) if path else ZEROS
         places = StatePlaces(len(path) * size, (tokens - 1) // size * size, distance(self.every, size, tokens, self.kept.total))
         places.shared[owner] = shared
-        self._rows[owner] = StateUse(number, path[-1] if path else None, places)
+        self._rows[owner] = StateUse(number, path[-1] if path else None, places, salt=salt)
 
     def number(self, owner: Hashable) -> int:
         """The number of the state with which the text goes on."""
@@ -178,10 +183,11 @@ class TextStates:
         if place is None:
             return None
         tokens = text[:place]
-        is_kept = any(other.promised is not None and other.promised.tokens == tokens for other in self._rows.values())
+        promises = (other.promised for other in self._rows.values() if other.promised is not None)
+        is_kept = any(other.tokens == tokens and other.salt == row.salt for other in promises)
         if is_kept or (number := self.kept.take()) is None:
             return None
-        row.promised, row.places.begun = Promise(number, tokens), place
+        row.promised, row.places.begun = Promise(number, tokens, row.salt), place
         return number, place - start
 
     def ran(self, owner: Hashable, tokens: Sequence[int], drafted: bool = True) -> None:
@@ -198,7 +204,7 @@ class TextStates:
             number, place = row.promised.number, len(row.promised.tokens)
             begun = tokens[: place + 1]
             assert len(begun) == place + 1, "the token after a page is known"
-            if (node := self._node(begun)) is None:
+            if (node := self._node(begun, row.salt)) is None:
                 row.offered = begun
                 self.kept.offer(owner, number)
             else:
@@ -218,11 +224,11 @@ class TextStates:
         if row.promised is not None:
             self.kept.enter(None, row.promised.number)
         if (number := self.kept.withdraw(owner)) is not None:
-            self.kept.enter(self._node(row.offered), number)
+            self.kept.enter(self._node(row.offered, row.salt), number)
 
-    def _node(self, tokens: Sequence[int]) -> Node | None:
+    def _node(self, tokens: Sequence[int], salt: str | None) -> Node | None:
         """The node after whose page all of these tokens but the last are computed; its pages may be those of another text."""
-        path = self.cache.find(tokens, drafted=False)
+        path = self.cache.find(tokens, False, salt)
         return path[-1] if path and len(path) * self.cache.pool.page_size == len(tokens) - 1 else None
 
     def _read(self, row: StateUse) -> None:

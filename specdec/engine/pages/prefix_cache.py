@@ -7,6 +7,9 @@ matters because the drafter's key and value of a page's last token are computed 
 that go on differently can't share that page.  The pages form a tree whose branches are tuples of page_size + 1 token ids (a
 page's tokens and its successor).  Ids are compared themselves, not hashes of them, so no two texts can be confused.
 
+A text may have a salt: texts of other salts, and those without one, share no page with it.  The salt is part of its first
+page's key.
+
 Only full pages whose successor is known are kept.  Nobody writes to a cached page again: a sequence that reads it writes to
 later pages only.  A page stays until the pool needs it; the least recently used page goes first.
 
@@ -22,14 +25,14 @@ from dataclasses import dataclass, field
 
 from specdec.engine.pages.pool import PagePool
 
-Key = tuple[int, ...]
+Key = tuple[int | str, ...]
 
 
 @dataclass(eq=False)
 class Node:
     """One cached page; the pages before it are those of its parent, its parent's parent, and so on."""
 
-    key: Key  # the page's tokens and its successor
+    key: Key  # the page's tokens and its successor; of a text's first page its salt too
     parent: Node | None
     page: int
     drafted: bool  # whether the page holds the drafter's keys and values too
@@ -59,11 +62,11 @@ class PrefixCache:
         """The number of pages that could be evicted."""
         return len(self._idle)
 
-    def find(self, tokens: Sequence[int], drafted: bool) -> list[Node]:
+    def find(self, tokens: Sequence[int], drafted: bool, salt: str | None = None) -> list[Node]:
         """The cached pages that the text begins with, in order.  drafted: only those with the drafter's keys and values."""
         path: list[Node] = []
         node = self.root
-        for key in page_keys(tokens, self.pool.page_size):
+        for key in page_keys(tokens, self.pool.page_size, salt):
             child = node.children.get(key)
             if child is None or (drafted and not child.drafted):
                 break
@@ -72,7 +75,14 @@ class PrefixCache:
         return path
 
     def insert(
-        self, owner: Hashable, held: Node, tokens: Sequence[int], pages: Sequence[int], drafted: bool, leaves: bool = False
+        self,
+        owner: Hashable,
+        held: Node,
+        tokens: Sequence[int],
+        pages: Sequence[int],
+        drafted: bool,
+        leaves: bool = False,
+        salt: str | None = None,
     ) -> Node:
         """Takes over the owner's full pages of this text.  Returns the last page's node, which the owner now uses, not `held`.
 
@@ -87,7 +97,7 @@ class PrefixCache:
         does, this page and all pages after it stay the owner's.  An owner can offer these again when it leaves.
         """
         node = self.root
-        for key, page in zip(page_keys(tokens, self.pool.page_size), pages, strict=False):
+        for key, page in zip(page_keys(tokens, self.pool.page_size, salt), pages, strict=False):
             child = node.children.get(key)
             if child is None:
                 self.changes += 1
@@ -154,15 +164,18 @@ class PrefixCache:
             self.pool.give_back(self, [node.page])
 
 
-def page_keys(tokens: Sequence[int], page_size: int) -> Iterator[Key]:
-    """The keys of a text's full pages whose successor is known: each is a page's tokens and the token after them.
+def page_keys(tokens: Sequence[int], page_size: int, salt: str | None = None) -> Iterator[Key]:
+    """The keys of a text's full pages whose successor is known: each is a page's tokens and the token after them, and the first
+    one has the text's salt too.
 
     They are made one by one, because a long text that waits is looked up before each launch, and few of its pages may be kept.
 
     The text's last token is in a key only as a successor.  So a text whose pages are all found still has a token to compute,
     and with it the logits of the next one.
     """
-    return (tuple(tokens[start : start + page_size + 1]) for start in range(0, len(tokens) - page_size, page_size))
+    for start in range(0, len(tokens) - page_size, page_size):
+        key: Key = tuple(tokens[start : start + page_size + 1])
+        yield key if start or salt is None else (*key, salt)
 
 
 def common_length(a: Sequence[int], b: Sequence[int]) -> int:

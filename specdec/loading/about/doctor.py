@@ -21,6 +21,7 @@ from specdec.attention.caches.quant_cache import FP8_MIN_ARCHITECTURE
 from specdec.attention.capabilities import BACKENDS, TABLE, choose_backend, problem_of
 from specdec.attention.capability import Feature
 from specdec.attention.needs import AttentionNeeds, architecture_of
+from specdec.checks import setting_of
 from specdec.draft.formats.detect import FORMATS
 from specdec.draft.kinds import all_kinds, kinds_by_files
 from specdec.loading.about.machine import PACKAGES, machine_facts, nvidia_smi, threads_of, versions
@@ -32,7 +33,7 @@ from specdec.models.schemes.config import METHODS, OF_FAMILIES, ROUNDED
 from specdec.ops.launch import PDL_FROM, has_gluon, has_pdl, has_triton
 from specdec.ops.products.gpus import match_of
 from specdec.ops.products.tuned.here import look
-from specdec.options import EngineOptions, setting_of
+from specdec.options import EngineOptions
 from specdec.parallel import nccl
 from specdec.startup import STARTUP
 

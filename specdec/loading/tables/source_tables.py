@@ -39,7 +39,7 @@ class SourceTables:
         self.keeper = TableKeeper(self.corpora, answers, owner.bring_tables, owner.is_behind_with_tables)
         owner.at_close.append(self.keeper.close)
         if self.has_answers:
-            owner.engine.scheduler.on_answer = self._keep
+            owner.engine.scheduler.on_answer.append(self._keep)
 
     def scope_of(self, salt: str | None) -> int:
         """The key of the scope in which the answers of a request with this cache_salt are proposed; 0: they are to nobody."""

@@ -5,51 +5,21 @@ Knows no weights.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from specdec.models.checkpoints.config_values import MAX_LAYERS, flag, number, whole
-from specdec.models.config import ModelConfig
 from specdec.models.deepseek.indexer_config import REQUIRED, SHARING, SPARSE, first_dense_layers, parse_indexer
 from specdec.models.keys.names import by_own_names, expect_repeated
 from specdec.models.keys.shared import MTP_COUNT, refuse_unknown, require, shared_values
+from specdec.models.latent.config import LatentConfig
 from specdec.models.mixtures.rules import ExpertsConfig
 from specdec.models.schemes.config import quantization_of
 from specdec.models.schemes.rules import Quantization, Rule
-from specdec.models.yarn import YarnRope, parse_rope_with_yarn
+from specdec.models.yarn import parse_rope_with_yarn
 from specdec.ops.products.routing import RouterRule
 
 LITE = "glm4_moe_lite"  # GLM-4.7-Flash
-LATENT_EPS = 1e-6  # DeepSeek's code fixes it for the norms inside of attention, whatever rms_norm_eps is
-
-
-@dataclass(frozen=True)
-class DeepseekConfig(ModelConfig):
-    """head_dim is that of the rotated part.  q_rank: of the queries' own latent, None: they have none.
-
-    nope_dim: of a head's queries and keys that is not rotated.  interleaved: rotated pairs lie side by side in the
-    checkpoint.  latent_eps: of the norms inside of attention; rms_norm_eps is for the other norms.
-    """
-
-    q_rank: int | None = None
-    nope_dim: int = 0
-    value_dim: int = 0
-    interleaved: bool = True
-    latent_eps: float = LATENT_EPS
-
-    @property
-    def scale(self) -> float:
-        """Of the softmax."""
-        scale: float = (self.nope_dim + self.head_dim) ** -0.5
-        return scale * self.rope.scale_factor if isinstance(self.rope, YarnRope) else scale
-
-    @property
-    def attention_widths(self) -> tuple[int, ...]:
-        return (self.num_heads * self.value_dim,)
-
-    def row_lengths(self, ranks: int) -> tuple[int, ...]:
-        whole, *shared = super().row_lengths(ranks)
-        return (whole, *([] if self.q_rank is None else [self.q_rank]), *shared)
 
 
 def said(raw: dict[str, Any], where: str) -> dict[str, Any]:
@@ -57,7 +27,7 @@ def said(raw: dict[str, Any], where: str) -> dict[str, Any]:
     return _UNSAID.get(raw["model_type"], {}) | by_own_names(raw, OTHER_NAMES, where)
 
 
-def parse_deepseek(raw: dict[str, Any], where: str) -> DeepseekConfig:
+def parse_deepseek(raw: dict[str, Any], where: str) -> LatentConfig:
     """ValueError names `where` (the file), the key, what was expected and what was found."""
     family, raw = raw["model_type"], said(raw, where)
     refuse_unknown(raw, _KNOWN | _KNOWN_BY.get(family, frozenset()), where)
@@ -85,7 +55,7 @@ def parse_deepseek(raw: dict[str, Any], where: str) -> DeepseekConfig:
     if value > nope + rope_dim:
         raise ValueError(f"{where}: v_head_dim must be at most qk_nope_head_dim + qk_rope_head_dim, got {value}")
     bias = flag(raw, "attention_bias", where)
-    return DeepseekConfig(
+    return LatentConfig(
         **shared_values(raw, where, vocab_size, 1e-5 if family in ("glm_moe_dsa", LITE) else 1e-6, _POSITIONS[family]),
         hidden_size=hidden,
         intermediate_size=intermediate,

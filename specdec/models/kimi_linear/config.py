@@ -13,9 +13,10 @@ from typing import Any
 from specdec.attention.kinds import FULL, RECURRENT, LayerKind
 from specdec.models.checkpoints.config_values import MAX_LAYERS, NotComputedHere, flag, mapping, whole
 from specdec.models.config import NO_ROPE, OutputNames, RopeConfig
-from specdec.models.deepseek.config import DeepseekConfig, parse_experts
+from specdec.models.deepseek.config import parse_experts
 from specdec.models.keys.names import by_own_names, expect_repeated, telling_names
 from specdec.models.keys.shared import MTP_COUNT, check_types, refuse_unknown, require, shared_values
+from specdec.models.latent.config import LatentConfig
 from specdec.models.mixtures.keys import dense_by_types, only
 from specdec.models.recurrent.sizes import RecurrentConfig, RuleSizes
 from specdec.models.schemes.config import quantization_of
@@ -53,7 +54,7 @@ _KNOWN = frozenset(
 
 
 @telling_names(OTHER_NAMES)
-def parse_kimi_linear(raw: dict[str, Any], where: str) -> DeepseekConfig:
+def parse_kimi_linear(raw: dict[str, Any], where: str) -> LatentConfig:
     """A target's config.  ValueError names `where` (the file), the key, what was expected and what was found."""
     said = by_own_names(raw, OTHER_NAMES, where)
     if "moe_renormalize" in raw:
@@ -78,7 +79,7 @@ def parse_kimi_linear(raw: dict[str, Any], where: str) -> DeepseekConfig:
     inner = _linear_config(said, where)
     dense = _dense_layers(said, layers, where)
     sizes = _recurrent(said, inner, where)
-    return DeepseekConfig(
+    return LatentConfig(
         **shared_values(said, where, vocab_size, 1e-5, 1048576),
         hidden_size=hidden,
         intermediate_size=intermediate,

@@ -13,12 +13,12 @@ from torch import nn
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.frame import Family
 from specdec.models.checkpoints.loader import Parts, copy_, fill_float32, fill_linear, fill_mlp, fill_parts
-from specdec.models.deepseek.config import DeepseekConfig
 from specdec.models.deepseek.loader import PARTS as LATENT_PARTS
-from specdec.models.deepseek.loader import expect_latents
-from specdec.models.deepseek.modules import LatentAttention
 from specdec.models.kimi_linear.config import LINEAR, parse_kimi_linear
 from specdec.models.kimi_linear.modules import KimiDeltaAttention, kimi_linear_layer
+from specdec.models.latent.attention import LatentAttention
+from specdec.models.latent.config import LatentConfig
+from specdec.models.latent.weights import expect_latents
 from specdec.models.layers import MLP
 from specdec.models.mixtures.families.mixtral import PARTS as WORDS
 from specdec.models.mixtures.fill import MixtureNames, expect_mixture, fill_mixture
@@ -64,7 +64,7 @@ def _fill_mixture(moe: MixtureOfExperts, checkpoint: Checkpoint, prefix: str) ->
     fill_mixture(moe, checkpoint, prefix, MIXTURES)
 
 
-def _expect(checkpoint: Checkpoint, config: DeepseekConfig) -> None:
+def _expect(checkpoint: Checkpoint, config: LatentConfig) -> None:
     """ValueError if a config's sizes are not those of the first layer of each kind, by the headers."""
     sizes, recurrent = config.recurrent, config.recurrent_layers
     assert sizes is not None and sizes.rule is not None

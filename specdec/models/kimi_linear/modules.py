@@ -1,4 +1,4 @@
-"""The layers of Kimi Linear: Kimi's delta rule as a layer, or latent attention (deepseek/modules.py), before a mixture.
+"""The layers of Kimi Linear: Kimi's delta rule as a layer, or latent attention (latent/attention.py), before a mixture.
 
 Shapes: T tokens, R rows asked for; of the delta rule H heads of E numbers, C = H E channels of each of queries, keys and
 values, Z taps.
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from specdec.attention.inputs import AttentionFn
 from specdec.models.causal_lm import PreNormLayer
-from specdec.models.deepseek.config import DeepseekConfig
-from specdec.models.deepseek.modules import LatentAttention
+from specdec.models.latent.attention import LatentAttention
+from specdec.models.latent.config import LatentConfig
 from specdec.models.linear import Linear
 from specdec.models.making import made_now, new_weight
 from specdec.models.mixtures.layer import mlp_of
@@ -35,7 +35,7 @@ class KimiDeltaAttention(nn.Module):
     conv_ZC: in the model's dtype.  A_log_H, dt_bias_C: float32 in a model of any dtype.
     """
 
-    def __init__(self, config: DeepseekConfig) -> None:
+    def __init__(self, config: LatentConfig) -> None:
         super().__init__()
         own, hidden, shard = config.recurrent, config.hidden_size, config.shard
         assert own is not None and own.rule is not None
@@ -67,7 +67,7 @@ class KimiDeltaAttention(nn.Module):
         return self.o_proj(normed_RHE.flatten(1), partials=True)
 
 
-def kimi_linear_layer(config: DeepseekConfig, index: int) -> PreNormLayer:
+def kimi_linear_layer(config: LatentConfig, index: int) -> PreNormLayer:
     """The layer of that number."""
     is_recurrent = config.layer_kinds[index].recurrent
     return PreNormLayer(

@@ -12,7 +12,8 @@ from specdec.trace.html import web_file
 
 FOLDER = "/page/"
 KINDS = {"html": "text/html; charset=utf-8", "js": "text/javascript; charset=utf-8", "css": "text/css; charset=utf-8"}
-OWN, SHARED = ("page.html", "page.js", "page.css"), ("tree.js", "charts.js", "trace.css")  # the latter are those of traces
+OWN = ("page.html", "page.js", "page.css")
+SHARED = ("tree.js", "charts.js", "text.js", "trace.css")  # those of traces
 PATHS = ("/", *(FOLDER + name for name in (*OWN[1:], *SHARED)))
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; "

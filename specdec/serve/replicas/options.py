@@ -9,14 +9,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from specdec.checks import nearest_name
-from specdec.options import EngineOptions, option, setting_of
+from specdec.checks import nearest_name, option, setting_of
+from specdec.options import EngineOptions
 from specdec.serve.options import ServeOptions, key_of_environment
 
 # Fields of ServeOptions that are decided elsewhere, and where.
 RAYS_OWN = {
     "host": "Ray's proxies listen, so it is http_options of ray.serve.start, or of the file for `serve deploy`",
     "port": "Ray's proxies listen, so it is http_options of ray.serve.start, or of the file for `serve deploy`",
+    "allowed_hosts": "Ray's proxies listen, and a replica is asked under any name",
     "max_connections": "Ray's proxies hold the connections",
     "write_seconds": "Ray's proxies hold the connections",
 }

@@ -6,6 +6,7 @@ a replica, it sends no more requests there, waits for those that run, and calls 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from fastapi import FastAPI
@@ -17,13 +18,13 @@ from specdec.draft.kind import Draft
 from specdec.options import EngineOptions
 from specdec.serve.app import app_of
 from specdec.serve.metrics import TotalsCollector
-from specdec.serve.middleware import GIVEN_ID
+from specdec.serve.middleware import GIVEN_ID, MAX_ID_LENGTH
 from specdec.serve.options import ServeOptions
 from specdec.serve.replicas.metrics import Families, exposition
 from specdec.serve.state import ServerState
 
+CORPUS_SECONDS = 60.0  # for all replicas to encode a corpus
 SCRAPE_SECONDS = 5.0  # for all replicas to tell their numbers
-MAX_ID_LENGTH = 128  # callers may choose ids
 
 
 class RaysId:
@@ -59,7 +60,7 @@ class Replica:
         self._all_replicas = lambda: serve.get_deployment_handle(context.deployment, context.app_name)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        app = app_of(self._state, self.all_metrics)
+        app = app_of(self._state, self.all_metrics, self.set_all_corpora)
         app.add_middleware(RaysId)  # around RequestMiddleware, which was added before
         return app
 
@@ -71,7 +72,7 @@ class Replica:
     async def numbers(self) -> tuple[str, Families]:
         """The replica's name, and its metrics."""
         state = self._state
-        return self._name, list(TotalsCollector(lambda: state.decoder.totals, state.counts).collect())
+        return self._name, list(TotalsCollector(lambda: state.decoder.totals, state.counts, state.options).collect())
 
     async def all_metrics(self) -> bytes:
         """The metrics of all replicas: a proxy of Ray sends whoever asks for them to any one replica."""
@@ -81,6 +82,26 @@ class Replica:
         except TimeoutError:  # a replica hangs, which its health check will find: the others' numbers must not wait for that
             answers = [await self.numbers()]
         return exposition(dict(answer for answer in answers if not isinstance(answer, BaseException)))
+
+    async def set_corpus(self, name: str, texts: Sequence[str]) -> int:
+        """Sets a corpus of this replica.  Returns how many tokens it has."""
+        return await self.decoder.prepared(lambda decoder: decoder.set_corpus(name, texts))
+
+    async def set_all_corpora(self, name: str, texts: Sequence[str]) -> int:
+        """Sets it in every replica that runs now: a proxy of Ray sends whoever posts it to any one of them.
+
+        One that starts later reads the file of the settings alone.  Texts are the same with a corpus and without.
+        ValueError and TypeError name what is wrong with it; RuntimeError: some replica did not answer, and may lack it.
+        """
+        tokens = await self.set_corpus(name, texts)  # first here, so that errors are our own and nobody has what is wrong
+        asked = self._all_replicas().broadcast("set_corpus", name, texts)
+        try:
+            answers = await asked.results_async(timeout_s=CORPUS_SECONDS, return_exceptions=True)
+        except TimeoutError as error:
+            raise RuntimeError(f"not all replicas have set corpus {name!r} within {CORPUS_SECONDS:g} s") from error
+        if failed := [answer for answer in answers if isinstance(answer, BaseException)]:
+            raise RuntimeError(f"{len(failed)} of {len(answers)} replicas have not set corpus {name!r}") from failed[0]
+        return tokens
 
     def __del__(self) -> None:
         if hasattr(self, "decoder"):  # otherwise it could not be loaded

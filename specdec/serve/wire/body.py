@@ -19,10 +19,11 @@ async def read_body(receive: Receive, headers: Mapping[str, str], limit: int, se
     """The whole body.
 
     seconds: in which it must come; a body that comes at MIN_RATE or faster has always time enough.
-    ApiError 413 if it is longer than the limit, before more than that has been read; 415 if it is not announced as JSON; 408 if
-    it does not come in time.
+    ApiError 413 if it is longer than the limit, before more than that has been read; 415 if it is not announced as JSON, or is
+    compressed; 408 if it does not come in time.
     """
     _check_type(headers.get("content-type", ""))
+    _check_encoding(headers.get("content-encoding", "identity"))
     announced = headers.get("content-length", "")
     if announced.isascii() and announced.isdigit() and int(announced[:20]) > limit:
         raise _too_long(limit)
@@ -51,6 +52,14 @@ def _check_type(announced: str) -> None:
     if announced.partition(";")[0].strip().lower() != "application/json":
         message = f"the body must be JSON and say so, got the type {announced[:100]!r}"
         nearest = "nearest thing that works: the header Content-Type: application/json"
+        raise ApiError(415, f"{message}; {nearest}", code="unsupported_media_type", leaves_body=True)
+
+
+def _check_encoding(announced: str) -> None:
+    """ApiError 415 for a body that would first have to be unpacked, to nobody knows what length."""
+    if announced.strip().lower() not in ("", "identity"):
+        message = f"the body must come as it is, got the encoding {announced[:100]!r}"
+        nearest = "nearest thing that works: no header Content-Encoding, and the JSON itself"
         raise ApiError(415, f"{message}; {nearest}", code="unsupported_media_type", leaves_body=True)
 
 

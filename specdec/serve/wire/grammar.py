@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from specdec.serve.wire.errors import wrong
 from specdec.serve.wire.fields import only_used
 
 GRAMMAR_FIELDS = ("response_format", "structured_outputs")
+CHOICE = "choice"  # of structured_outputs, too: a list of texts, of which the text is one
 KINDS = {"json": "json_schema", "regex": "regex", "grammar": "grammar"}  # of structured_outputs, as SamplingParams calls them
 TYPES = ("text", "json_object", "json_schema")
+SPECIAL = r"[\\.+*?()|\[\]{}^$#&~-]"  # characters that mean something in an expression
 ANY_OBJECT = {"type": "object"}
 
 
@@ -56,8 +59,19 @@ def _response_format(value: Any) -> Any:
 def _structured_outputs(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise wrong("structured_outputs", f"structured_outputs must be an object, got {value!r}"[:400])
-    used = only_used(value, tuple(KINDS), {}, "structured_outputs.")
+    used = only_used(value, (*KINDS, CHOICE), {}, "structured_outputs.")
     if len(used) != 1:
-        expected = f"structured_outputs must have one of the keys {', '.join(KINDS)}"
+        expected = f"structured_outputs must have one of the keys {', '.join((*KINDS, CHOICE))}"
         raise wrong("structured_outputs", f"{expected}, got {sorted(used)}")
+    if CHOICE in used:
+        return {"regex": _choice_pattern(used[CHOICE])}
     return {KINDS[name]: held for name, held in used.items()}
+
+
+def _choice_pattern(texts: Any) -> str:
+    """The regular expression of these texts alone."""
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text for text in texts):
+        name = f"structured_outputs.{CHOICE}"
+        raise wrong(name, f"{name} must be a list of texts, got {texts!r}"[:400])
+    plain = [re.sub(SPECIAL, lambda found: "\\" + found[0], text) for text in texts]
+    return "|".join(f"({text})" for text in plain)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 from specdec.generation import TokenLogprob
@@ -17,11 +18,16 @@ def completion_logprobs(tokens: Sequence[TokenLogprob], piece: Piece, offset: in
     The likeliest tokens are keyed by their texts; the token itself is always among them.
     """
     texts = [piece(each.token) for each in tokens]
-    offsets = [offset + sum(map(len, texts[:number])) for number in range(len(texts))]
-    own = [_number(each.logprob) for each in tokens]
+    offsets = list(accumulate(map(len, texts), initial=offset))[:-1]
+    own = [shown_logprob(each.logprob) for each in tokens]
     by_id = ({each.token: each.logprob, **each.top} for each in tokens)
-    tops = [{piece(other): _number(logprob) for other, logprob in likeliest.items()} for likeliest in by_id]
+    tops = [{piece(other): shown_logprob(logprob) for other, logprob in likeliest.items()} for likeliest in by_id]
     return {"tokens": texts, "token_logprobs": own, "top_logprobs": tops, "text_offset": offsets}
+
+
+def joined_logprobs(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """The form of /v1/completions of some tokens and then of others."""
+    return {name: [*before[name], *after[name]] for name in before}
 
 
 def chat_logprobs(tokens: Sequence[TokenLogprob], piece: Piece) -> dict[str, Any]:
@@ -33,8 +39,8 @@ def chat_logprobs(tokens: Sequence[TokenLogprob], piece: Piece) -> dict[str, Any
 
 def _entry(text: str, logprob: float) -> dict[str, Any]:
     """bytes: null where the token holds a part of a character only."""
-    return {"token": text, "logprob": _number(logprob), "bytes": None if "\ufffd" in text else list(text.encode())}
+    return {"token": text, "logprob": shown_logprob(logprob), "bytes": None if "\ufffd" in text else list(text.encode())}
 
 
-def _number(logprob: float) -> float:
+def shown_logprob(logprob: float) -> float:
     return max(logprob, MIN_LOGPROB)

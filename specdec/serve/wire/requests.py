@@ -4,13 +4,15 @@ of a model, so what depends on these is checked later."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from specdec.chat.tools import ToolRules, read_rules
 from specdec.checks import field_of, require_bool, require_int, require_text, shown
 from specdec.config import MAX_SEED, SamplingParams
 from specdec.limits import MAX_LOGPROBS
-from specdec.prompts.encode import chat_fault
+from specdec.prompts.chat import ChatPrompt
+from specdec.serve.chats.messages import effort_of, read_chat, text_part
 from specdec.serve.wire import fields
 from specdec.serve.wire.errors import ApiError, wrong
 from specdec.serve.wire.grammar import GRAMMAR_FIELDS, grammar_of
@@ -27,7 +29,7 @@ class RequestPlan:
     """What a request asks for."""
 
     path: str  # the endpoint
-    prompts: Sequence[Any]  # texts, lists of ids, or one chat
+    prompts: Sequence[Any]  # texts, lists of ids, or one ChatPrompt
     prompt_field: str  # what errors call them
     sampling: SamplingParams  # of choice 0 of each prompt, but for the next two
     max_tokens: int | None  # None: as many as fit
@@ -35,11 +37,18 @@ class RequestPlan:
     n: int = 1  # choices of each prompt
     stream: bool = False
     include_usage: bool = False
+    continuous_usage: bool = False  # say in each event what has been used so far
     is_list: bool = False  # whether the prompts came as a list of prompts
     grammar_field: str = ""  # the field that says what the text must be
     return_origins: bool = False  # say of each token where it came from
-    cache_salt: str | None = None  # of requests to which each other's answers may be proposed
+    cache_salt: str | None = None  # of requests that may share cached pages and earlier answers
     return_trees: bool = False  # say what each round drafted, too
+    echo: bool = False  # begin each choice with its prompt
+    return_token_ids: bool = False  # of the prompt and of each choice
+    prompt_logprobs: int | None = None  # how many likeliest tokens are given of each of the prompt's
+    drops_output: bool = False  # the prompt alone was asked for: the one token that runs is not given
+    tool_rules: ToolRules = field(default_factory=ToolRules)
+    effort: str | None = None  # how much the model is to think, for templates that read it
 
     @property
     def choices(self) -> int:
@@ -48,6 +57,21 @@ class RequestPlan:
     @property
     def is_chat(self) -> bool:
         return self.path == fields.CHAT
+
+    @property
+    def says_prompt(self) -> bool:
+        """Whether the answer says anything of its prompts."""
+        return self.echo or self.return_token_ids or self.prompt_logprobs is not None
+
+    def prompt(self, index: int, variables: frozenset[str]) -> Any:
+        """A prompt as the decoder takes it.  variables: those that the chat template reads."""
+        prompt = self.prompts[index]
+        if self.effort is None or not isinstance(prompt, ChatPrompt):
+            return prompt
+        more: dict[str, Any] = {"reasoning_effort": self.effort} if "reasoning_effort" in variables else {}
+        if self.effort == "none" and "enable_thinking" in variables:
+            more["enable_thinking"] = False
+        return replace(prompt, kwargs={**more, **prompt.kwargs})
 
     def name_of(self, index: int) -> str:
         """What errors call a prompt."""
@@ -62,35 +86,66 @@ class RequestPlan:
         return replace(self.sampling, max_tokens=max_tokens, min_tokens=self.min_tokens, seed=seed)
 
 
-def read_plan(body: dict[str, Any], path: str, model_name: str, max_tokens_cap: int | None) -> RequestPlan:
-    """The plan of a body.  ApiError 400 or 404 with the name of the field that is wrong."""
-    values = fields.used_fields(body, path)
+def read_plan(
+    body: dict[str, Any], path: str, model_name: str, max_tokens_cap: int | None, max_logprobs: int = MAX_LOGPROBS,
+    lenient: bool = False,
+) -> RequestPlan:  # fmt: skip
+    """The plan of a body.  ApiError 400 or 404 with the name of the field that is wrong.
+
+    max_logprobs: the most likeliest tokens whose log-probabilities may be asked for.  lenient: leave out fields that the server
+    does not know.
+    """
+    values = fields.used_fields(fields.known_only(body, path) if lenient else body, path)
     _check_model(values.get("model"), model_name)
     n = _checked("n", require_int, values.get("n", 1), 1, MAX_N)
-    stream, include_usage = _streaming(values)
-    prompts, is_list = _messages(values) if path == fields.CHAT else _prompts(values)
-    _checked("user", _require_text, values.get("user", ""))
+    stream, include_usage, continuous = _streaming(values)
+    rules = _rules(values)
+    prompts, is_list = ([read_chat(values, rules)], False) if path == fields.CHAT else _prompts(values)
+    sampling, echo = _sampling(values, n, path, max_logprobs), _flag(values, "echo")
+    of_prompt = sampling.prompt_logprobs
+    if echo and sampling.logprobs is not None:
+        sampling = replace(sampling, prompt_logprobs=max(of_prompt or 0, sampling.logprobs))
+    max_tokens = _max_tokens(values, path, max_tokens_cap, low=0 if sampling.prompt_logprobs is not None or echo else 1)
     return RequestPlan(
         path=path,
         prompts=prompts,
         prompt_field="messages" if path == fields.CHAT else "prompt",
-        sampling=_sampling(values, n, path),
-        max_tokens=_max_tokens(values, path, max_tokens_cap),
+        sampling=sampling,
+        max_tokens=max_tokens or (None if max_tokens is None else 1),
         min_tokens=_checked("min_tokens", require_int, values.get("min_tokens", 0), 0),
         n=n,
         stream=stream,
         include_usage=include_usage,
+        continuous_usage=continuous,
         is_list=is_list,
         grammar_field=next((name for name in GRAMMAR_FIELDS if name in values), ""),
-        return_origins=_checked("return_origins", require_bool, values.get("return_origins", False), False),
+        return_origins=_flag(values, "return_origins"),
         cache_salt=_checked("cache_salt", require_text, values["cache_salt"]) if "cache_salt" in values else None,
-        return_trees=_checked("return_trees", require_bool, values.get("return_trees", False), False),
+        return_trees=_flag(values, "return_trees"),
+        echo=echo,
+        return_token_ids=_flag(values, "return_token_ids"),
+        prompt_logprobs=of_prompt,
+        drops_output=max_tokens == 0,
+        tool_rules=rules,
+        effort=effort_of(values),
     )
 
 
+def _flag(values: dict[str, Any], name: str) -> bool:
+    return _checked(name, require_bool, values.get(name, False), False)
+
+
+def _rules(values: dict[str, Any]) -> ToolRules:
+    try:
+        return read_rules(*map(values.get, fields.TOOL_FIELDS))
+    except (TypeError, ValueError) as error:
+        raise wrong(field_of(error), str(error)) from None
+
+
 def _check_model(model: Any, served: str) -> None:
+    """One that is left out is the one that is served."""
     if model is None:
-        raise wrong("model", f"model is missing; nearest setting that works: model={served!r}")
+        return
     if not isinstance(model, str):
         raise wrong("model", f"model must be a string, got {shown(model)}; nearest setting that works: model={served!r}")
     if model != served:
@@ -102,29 +157,35 @@ def unknown_model(model: str, served: str) -> ApiError:
     return ApiError(404, message, param="model", code="model_not_found")
 
 
-def _streaming(values: dict[str, Any]) -> tuple[bool, bool]:
-    """Whether the answer is streamed, and whether its usage is."""
+def _streaming(values: dict[str, Any]) -> tuple[bool, bool, bool]:
+    """Whether the answer is streamed, whether its usage is, and whether each event has what was used so far."""
     stream = _checked("stream", require_bool, values.get("stream", False), False)
     options = values.get("stream_options")
     if options is None:
-        return stream, False
+        return stream, False, False
     if not isinstance(options, dict):
         raise wrong("stream_options", f"stream_options must be an object, got {shown(options)}")
     used = fields.only_used(options, fields.STREAM_OPTIONS, fields.NEUTRAL_STREAM_VALUES, "stream_options.")
     if not stream:
         raise wrong("stream_options", "stream_options says how to stream, but stream is not true; leave one or the other out")
-    name = "stream_options.include_usage"
-    return stream, _checked(name, require_bool, used.get("include_usage", False), False)
+    usage, always = (
+        bool(_checked(f"stream_options.{name}", require_bool, used.get(name, False), False)) for name in fields.STREAM_OPTIONS
+    )
+    return stream, usage, usage and always
 
 
-def _sampling(values: dict[str, Any], n: int, path: str) -> SamplingParams:
+def _sampling(values: dict[str, Any], n: int, path: str, max_logprobs: int) -> SamplingParams:
     """The checked options of sampling.  An error names the field of the body that says what the option is."""
+    if "prompt_logprobs" in values:
+        _checked("prompt_logprobs", require_int, values["prompt_logprobs"], 0, max_logprobs)
     given = {name: values[name] for name in fields.SAMPLING_FIELDS if name in values}
+    if _is_integer(given.get("top_k")) and given["top_k"] == -1:  # vLLM's way to keep all tokens
+        given["top_k"] = 0
     if isinstance(given.get("logit_bias"), dict):
         given["logit_bias"] = _logit_bias(given["logit_bias"])
     if "prediction" in values:
         given["prediction"] = _prediction(values["prediction"])
-    given["logprobs"] = _chat_logprobs(values) if path == fields.CHAT else _completion_logprobs(values)
+    given["logprobs"] = (_chat_logprobs if path == fields.CHAT else _completion_logprobs)(values, max_logprobs)
     said_by = {}
     for name, rule in grammar_of(values).items():
         given |= rule
@@ -146,8 +207,12 @@ def _prediction(value: Any) -> str:
         raise wrong("prediction", f"{expected}, got {shown(value)}")
     content = value["content"]
     if isinstance(content, list):
-        return "".join(_text_part(part, f"prediction.content[{i}]") for i, part in enumerate(content))
+        return "".join(text_part(part, f"prediction.content[{i}]") for i, part in enumerate(content))
     return _checked("prediction", _require_text, content)
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _logit_bias(value: dict[str, Any]) -> dict[int, Any]:
@@ -161,29 +226,33 @@ def _logit_bias(value: dict[str, Any]) -> dict[int, Any]:
     return {int(token): added for token, added in value.items()}
 
 
-def _completion_logprobs(values: dict[str, Any]) -> int | None:
+def _completion_logprobs(values: dict[str, Any], most: int) -> int | None:
     """How many likeliest tokens are given; None: no log-probabilities are, which some clients write as false."""
     count = values.get("logprobs")
     if count is None or count is False:
         return None
-    return _checked("logprobs", require_int, count, 0, MAX_LOGPROBS)
+    return _checked("logprobs", require_int, count, 0, most)
 
 
-def _chat_logprobs(values: dict[str, Any]) -> int | None:
+def _chat_logprobs(values: dict[str, Any], most: int) -> int | None:
     """How many likeliest tokens are given; None: no log-probabilities are."""
     wanted = _checked("logprobs", require_bool, values.get("logprobs", False), True)
-    count = _checked("top_logprobs", require_int, values.get("top_logprobs", 0), 0, MAX_LOGPROBS)
+    count = _checked("top_logprobs", require_int, values.get("top_logprobs", 0), 0, most)
     if count and not wanted:
         raise wrong("top_logprobs", "top_logprobs needs logprobs; nearest setting that works: logprobs=true")
     return count if wanted else None
 
 
-def _max_tokens(values: dict[str, Any], path: str, cap: int | None) -> int | None:
+def _max_tokens(values: dict[str, Any], path: str, cap: int | None, low: int) -> int | None:
+    """low: 0 where an answer may hold its prompt alone."""
     given = [name for name in LIMIT_FIELDS if name in values]
     if len(given) > 1:
         raise wrong("max_tokens", "max_tokens and max_completion_tokens mean the same; leave one or the other out")
     for name in given:
-        tokens: int = _checked(name, require_int, values[name], 1)
+        value = values[name]
+        if isinstance(value, float) and value.is_integer():  # JSON has one kind of number, and some clients write 3.0
+            value = int(value)
+        tokens: int = _checked(name, require_int, value, low)
         if cap is not None and tokens > cap:
             limit = f"{name} must be at most {cap}, the server's --max-tokens-cap, got {tokens}"
             raise wrong(name, f"{limit}; nearest setting that works: {name}={cap}")
@@ -209,40 +278,6 @@ def _prompts(values: dict[str, Any]) -> tuple[list[Any], bool]:
     if kinds == {str} or (kinds == {list} and all({type(token) for token in item} == {int} for item in prompt)):
         return prompt, True
     raise wrong("prompt", f"prompt must hold texts alone, token ids alone, or lists of token ids alone, got {shown(prompt)}")
-
-
-def _messages(values: dict[str, Any]) -> tuple[list[Any], bool]:
-    """The one chat, its messages reduced to role and text."""
-    messages = values.get("messages")
-    if messages is None:
-        raise wrong("messages", "messages is missing: expected a list of chat messages")
-    if isinstance(messages, list):
-        messages = [_message(item, f"messages[{index}]") for index, item in enumerate(messages)]
-    if fault := chat_fault(messages, "messages"):
-        raise wrong("messages", fault)
-    return [messages], False
-
-
-def _message(message: Any, name: str) -> Any:
-    if not isinstance(message, dict):
-        return message
-    kept = fields.only_used(message, fields.MESSAGE_FIELDS, fields.NEUTRAL_MESSAGE_VALUES, f"{name}.")
-    if isinstance(kept.get("content"), list):
-        kept["content"] = "".join(_text_part(part, f"{name}.content[{i}]") for i, part in enumerate(kept["content"]))
-    return kept
-
-
-def _text_part(part: Any, name: str) -> str:
-    """The text of a part of a message's content."""
-    if isinstance(part, dict) and part.keys() == {"type", "text"} and part["type"] == "text" and isinstance(part["text"], str):
-        return part["text"]
-    expected = f"{name} must be {{'type': 'text', 'text': ...}}, the only kind of content supported"
-    kind = part.get("type") if isinstance(part, dict) else None
-    if isinstance(kind, str) and any(word in kind for word in ("image", "audio", "video", "file")):
-        raise wrong(
-            name, f"{expected}, got one of type {kind[:40]!r}: of a model that reads images, only its text model runs here"
-        )
-    raise wrong(name, f"{expected}, got {shown(part)}")
 
 
 def _require_text(name: str, value: Any) -> str:

@@ -1,19 +1,13 @@
 "use strict";
 /* The page of a trace: shows one text, one round of it, and what its rounds did together. */
 (() => {
-  const { draw, pathOf, percent, shown } = SpecdecTree;
+  const { draw, pathOf, percent, shown } = SpecdecTree, { made, token, depthKeys, sourceKeys } = SpecdecText;
   const data = JSON.parse(document.getElementById("data").textContent);
   const at = (id) => document.getElementById(id);
   const now = { text: 0, round: 0 };
   const PHASES = ["draft", "verify", "decode", "extend", "host"];
   const text = () => data.texts[now.text];
   const piece = (token) => (token < 0 ? "not finite" : data.pieces[token] ?? `token ${token}`);
-
-  function made(name, properties = {}, ...inside) {
-    const element = Object.assign(document.createElement(name), properties);
-    element.append(...inside);
-    return element;
-  }
 
   function median(values) {
     const sorted = [...values].sort((a, b) => a - b), half = sorted.length >> 1;
@@ -27,16 +21,15 @@
     return of;
   }
 
-  function depthKind(origin) {
-    return origin ? `d${Math.min(origin, 6)}` : "own";
+  /* Who drafted each token of the text; empty where there is one source, and for the target's own. */
+  function sourcesOfTokens(each) {
+    const of = each.tokens.map(() => "");
+    for (const one of each.rounds) if (one.sources.length) pathOf(one).slice(1).forEach((n, i) => { if (one.first + i < of.length) of[one.first + i] = one.sources[n]; });
+    return of;
   }
 
   function legend() {
-    const deepest = Math.max(0, ...text().origins), keys = [];
-    for (let depth = 1; depth <= Math.min(6, deepest); depth++) {
-      keys.push(made("span", { className: `key d${depth}` }, depth === 1 ? "accepted at depth 1" : depth === 6 && deepest > 6 ? "6 and deeper" : `${depth}`));
-    }
-    at("legend").replaceChildren(...keys, made("span", { className: "key own" }, "the target's own"));
+    at("legend").replaceChildren(...depthKeys(Math.max(0, ...text().origins)), ...sourceKeys(sourcesOfTokens(text())));
   }
 
   function numbers() {
@@ -51,11 +44,10 @@
   }
 
   function words() {
-    const each = text(), of = roundsOfTokens(each), spans = [made("span", { className: "prompt", title: "the prompt" }, each.prompt)];
+    const each = text(), of = roundsOfTokens(each), from = sourcesOfTokens(each), spans = [made("span", { className: "prompt", title: "the prompt" }, each.prompt)];
     each.pieces.forEach((word, i) => {
-      const origin = each.origins[i], where = of[i] < 0 ? "the prompt's own pass" : `round ${of[i] + 1}`;
-      const how = origin ? `drafted, accepted at depth ${origin}` : "the target's own";
-      const span = made("span", { className: `token ${depthKind(origin)}`, title: `${shown(piece(each.tokens[i]), 80)} \u2014 ${how}, ${where}` }, word);
+      const where = of[i] < 0 ? "the prompt's own pass" : `round ${of[i] + 1}`;
+      const span = token(word, each.origins[i], from[i], `${shown(piece(each.tokens[i]), 80)} \u2014 `, `, ${where}`);
       span.dataset.round = of[i];
       if (of[i] >= 0) span.addEventListener("click", () => go(of[i]));
       spans.push(span);
@@ -145,9 +137,7 @@
     at("texts").addEventListener("change", () => choose(Number(at("texts").value)));
     const kinds = [["accepted", "accepted"], ["rejected", "rejected"], ["own", "the target's own token"]];
     const keys = kinds.map(([kind, name]) => made("span", { className: `key ${kind}` }, name));
-    const sources = new Set(data.texts.flatMap((each) => each.rounds.flatMap((one) => one.sources)).filter(Boolean));
-    const kindsOfSources = [...new Set([...sources].map((name) => (name.includes("+") ? "several" : name)))].sort();
-    keys.push(...kindsOfSources.map((name) => made("span", { className: `key source ${name}` }, name === "several" ? "several sources" : `from ${name}`)));
+    keys.push(...sourceKeys(data.texts.flatMap((each) => each.rounds.flatMap((one) => one.sources))));
     at("tree-legend").replaceChildren(...keys, made("span", { className: "hint" }, "In a node: its token, the estimated chance that it survives, and after the arrow what the target chose there."));
     at("first").addEventListener("click", () => go(0));
     at("before").addEventListener("click", () => go(now.round - 1));

@@ -27,9 +27,8 @@ from toolkit.models import save_eagle3, save_target
 from toolkit.oracles.encoder_decoders import save_encoder_decoder, save_head
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder, cli, shipped
-from specdec.cli.terminal.screen import CONTROLS, DRAFTED, OWN, PROMPT, Screen, harmless
-from specdec.generation import Generation
-from specdec.steps import Emitted
+from specdec.cli.terminal.screen import CONTROLS, DRAFTED, OWN, PROMPT, SEVERAL, SOURCES, Screen, harmless
+from specdec.generation import Emitted, Generation
 from specdec.trace.pieces import TokenPieces
 
 PAINTED = re.compile(r"\x1b\[(\d+)m(.*?)\x1b\[0m", re.S)
@@ -190,6 +189,24 @@ def test_the_prompt_and_the_text_in_two_colours(run: Run, pair: SpecDecoder) -> 
     assert shown.out.count("\x1b") == 2 * len(PAINTED.findall(shown.out)), "a colour is left on"
     legend, line = shown.err[: len(LEGEND)], shown.err[len(LEGEND) :]
     assert (shown.code, legend) == (0, LEGEND) and re.fullmatch(re.escape(last_line(out)) + r"[\d,.]+ tok/s\n", line), line
+
+
+def test_each_of_several_sources_has_its_colour(run: Run) -> None:
+    """Keeps out: matches of the text that look like the drafter's own, a colour that the legend lacks."""
+    drafts = [str(shipped.draft_folder()), "suffix"]
+    prompt = "Tom said no. Lily said no. Tom said no. Lily said"
+    with SpecDecoder.from_pretrained(shipped.target_folder(), drafts, SpecConfig(3, 2, 8), device="cpu", smoke=False) as joined:
+        shown = run(joined, prompt, "--max-tokens", "24")
+        (out,) = joined.generate(prompt, SamplingParams(max_tokens=24))
+        tokens = [joined.tokenizer.decode([*out.prompt_token_ids, *out.token_ids[:n]]) for n in range(25)]
+    assert len({*out.sources} - {""}) > 1, "one source wrote it all"
+    for name, colour in SOURCES.items():
+        of = {f"{a}+{b}" for a in SOURCES for b in SOURCES} if name == SEVERAL else {name}
+        sizes = [len(after) - len(before) for before, after, who in zip(tokens, tokens[1:], out.sources) if who in of]
+        assert sum(sizes) == len(shown.painted(colour)), name
+    legend = shown.err.splitlines()[0]
+    assert PAINTED.sub(r"\2", legend) == "colours: from drafter, from suffix, several sources, the target's own"
+    assert {colour for colour, _ in PAINTED.findall(shown.out)} <= {colour for colour, _ in PAINTED.findall(legend)}
 
 
 @pytest.mark.parametrize("setting", [{"NO_COLOR": "1"}, {"TERM": "dumb"}], ids=str)

@@ -69,7 +69,7 @@ TEXTS = [  # target, drafter, shape, settings
 ]
 
 
-@pytest.mark.slow_cases(keep=3)
+@pytest.mark.slow_cases(keep=2)
 @pytest.mark.parametrize(("target", "drafter", "shape", "settings"), TEXTS, ids=str)
 def test_text_is_the_target_s(zoo: Zoo, target: str, drafter: str, shape: Any, settings: dict[str, Any]) -> None:
     decoder = zoo.decoder(target, drafter, SpecConfig(*shape), max_batch_size=3, **settings)

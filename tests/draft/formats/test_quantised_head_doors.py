@@ -46,7 +46,7 @@ def target(zoo: Zoo) -> Target:
 # ---- other tools' files ----
 
 
-@pytest.mark.slow_cases(keep=3)
+@pytest.mark.slow_cases(keep=2)
 @pytest.mark.parametrize("kind", ["eagle3", "dflash", "dspark", "p-eagle", "eagle1", "dflash2"])
 @pytest.mark.parametrize("preset", ["FP8_DYNAMIC", "W8A16", "FP8", "W4A16", "NVFP4A16", "W4A16_ASYM"])
 @torch.inference_mode()
@@ -95,6 +95,7 @@ def test_matrices_beside_the_layers_of_block_heads_are_read_as_they_are(tmp_path
         open_head(eagle, None)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("preset", ["FP8_DYNAMIC", "NVFP4A16"])
 def test_a_trained_head_drafts_nearly_as_well(tmp_path: Path, preset: str, recwarn: pytest.WarningsRecorder) -> None:
     """Keeps out: a first look that finds fault with sound heads in few bits, or values that are only nearly those meant."""

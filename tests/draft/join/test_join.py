@@ -1,5 +1,6 @@
 """Joined trees against every path by brute force, and the kernel against the definition."""
 
+import math
 import random
 from typing import Any
 
@@ -9,7 +10,7 @@ from toolkit.kernels import DEVICE
 from torch import Tensor
 
 from specdec.batch.tree import DraftTree
-from specdec.draft.join.join import candidates_of, joined_tree, nodes_of_paths, raised_scores, with_scores
+from specdec.draft.join.join import OFF, candidates_of, joined_chain, joined_tree, nodes_of_paths, raised_scores, with_scores
 
 BITS = torch.tensor([2, 4, 2, 1])  # of paths, the last one the drafter's
 Steps = dict[tuple[int, ...], float]  # of each node, by the tokens of its path: the logarithm of its step
@@ -179,3 +180,32 @@ def test_a_chain_without_scores(levels: int) -> None:
         assert tree.scores_BN is not None and tree.scores_BN[b].tolist() == pytest.approx([0.0, *chain_scores])
     assert not joined.is_chain
     check_kernel(chain, paths, steps)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_chain_is_the_path_that_is_followed_furthest(seed: int) -> None:
+    """Keeps out: a path that is chosen by its length or its first token, a chain with a hole where the path ends, sources of a
+    token that another path has in another place."""
+    rng, B, D = random.Random(seed), 12, 5
+    tokens = [[[rng.randrange(3) for _ in range(D)] for _ in range(4)] for _ in range(B)]
+    for row in tokens:
+        for path in row[:-1]:
+            end = rng.randrange(D + 1)
+            path[end:] = [-1] * (D - end)
+    steps = [[[rng.choice([OFF, -rng.random()]) if rng.random() < 0.2 else -rng.random() for _ in range(D)] for _ in range(4)]
+             for _ in range(B)]  # fmt: skip
+    tokens_BPD, steps_BPD = torch.tensor(tokens), torch.tensor(steps)
+    own = DraftTree.chain(torch.cat((torch.full((B, 1), 7), tokens_BPD[:, -1]), dim=1))
+    made = joined_chain(own, tokens_BPD, steps_BPD, BITS)
+    assert made.is_chain and made.sources_BN is not None
+    for b in range(B):
+        sums = [[sum(steps[b][p][: d + 1]) for d in range(D) if tokens[b][p][d] >= 0] for p in range(4)]
+        best = max(range(4), key=[round(sum(map(math.exp, each)), 5) for each in sums].__getitem__)
+        want = [token if token >= 0 else fill for token, fill in zip(tokens[b][best], tokens[b][-1], strict=True)]
+        assert made.tokens_BN[b].tolist() == [7, *want]
+        for d in range(D):
+            bits = 0 if tokens[b][best][d] >= 0 else 1
+            for p in range(4):
+                bits |= int(BITS[p]) if tokens[b][p][: d + 1] == want[: d + 1] else 0
+            assert int(made.sources_BN[b, d + 1]) == bits
+    assert made.sources_BN[:, 0].tolist() == [0] * B

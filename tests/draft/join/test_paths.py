@@ -3,13 +3,13 @@
 import pytest
 import torch
 from toolkit.kernels import DEVICE
-from toolkit.oracles.ngrams import random_texts
+from toolkit.oracles.ngrams import followers, places, random_texts
 
 from specdec.batch.tree import DraftTree
 from specdec.draft.join.paths import Paths, end_paths
-from specdec.draft.join.survival import CHAIN, Survival
-from specdec.draft.ngram.lookup import PagedTexts, best_keys
-from specdec.draft.ngram.source import OwnText, fill_paths
+from specdec.draft.join.survival import ALL, CHAIN, FEW, MOST, ONCE, SUPPORTS, Survival
+from specdec.draft.ngram.lookup import PagedTexts, match_keys
+from specdec.draft.ngram.source import MATCHES, OwnText, fill_paths
 
 LENS = [0, 1, 2, 3, 17, 33, 48]
 
@@ -21,19 +21,20 @@ def check(seed: int, depth: int, has_scores: bool, span: int | None) -> None:
     text, _ = random_texts(LENS, 2 + seed, span, seed)
     B, classes = len(LENS), [*OwnText.classes, CHAIN]
     survival, there = Survival(classes, torch.device("cpu")), Survival(classes, torch.device(DEVICE))
-    survival.counts_CLG2.random_(200)
-    there.counts_CLG2.copy_(survival.counts_CLG2)
+    survival.counts_CLKG2.random_(200)
+    there.counts_CLKG2.copy_(survival.counts_CLKG2)
     tree = DraftTree.chain(torch.randint(2 + seed, (B, 4)))
     if has_scores:
         tree = DraftTree(tree.tokens_BN, tree.parents_BN.clone(), 3, scores_BN=torch.zeros(B, 4))
     want, got = (Paths.empty(B, (0, 1, 2), 9, torch.device(device)) for device in ("cpu", DEVICE))
-    want.tokens_BPD.fill_(7), got.tokens_BPD.fill_(7)  # what another round has left
+    for paths in (want, got):
+        paths.tokens_BPD.fill_(7), paths.support_BP.fill_(SUPPORTS - 1)  # what another round has left
     fill_paths(text, depth, want.of_source(0, 2))
     steps = end_paths(want, tree, survival, depth)
     scores = None if tree.scores_BN is None else tree.scores_BN.to(DEVICE)
     on_device = DraftTree(tree.tokens_BN.to(DEVICE), tree.parents_BN.to(DEVICE), 3, tree.is_chain, scores)
     same_text = PagedTexts(text.tokens_N.to(DEVICE), text.pages.to(DEVICE), text.lens_B.to(DEVICE), span)
-    launch_paths(same_text, best_keys(text, 2).to(DEVICE), depth, got.of_source(0, 2))
+    launch_paths(same_text, match_keys(text).to(DEVICE), MATCHES, depth, got.of_source(0, 2))
     ours = launch_rates(got, on_device, there, depth)
     torch.testing.assert_close(ours.cpu(), steps, atol=1e-6, rtol=1e-5)
     for ours_X, theirs_X in zip(got, want, strict=True):
@@ -54,6 +55,37 @@ def parting(tree: DraftTree, path: list[int], b: int) -> int:
             return d
         at = children[path[d]]
     raise AssertionError("a tree ends")
+
+
+def chosen(entries: list[int], span: int | None, depth: int) -> list[tuple[list[int], int, int]]:
+    """(tokens, length, support) of both paths: by hand."""
+    best = places(entries, span)[:MATCHES]
+    rated, paths = [], list[tuple[list[int], int, int]]()
+    for index, (length, end) in enumerate(best):
+        alike = [followers(entries, other, 1) for own, other in best if own == length]
+        agree = alike.count(followers(entries, end, 1))
+        kind = (ONCE if len(alike) == 1 else ALL) if agree == len(alike) else MOST if 2 * agree > len(alike) else FEW
+        rated.append((-length, -agree, index, followers(entries, end, depth), kind))
+    for length, _, _, tokens, kind in sorted(rated):
+        if not paths or (len(paths) == 1 and tokens[0] != paths[0][0][0]):
+            paths.append((tokens, -length, kind))
+    paths = paths or [([entries[-1] if entries else -1] * depth, 0, ONCE)]
+    return paths if len(paths) == 2 else [*paths, (paths[0][0], 0, ONCE)]
+
+
+@pytest.mark.parametrize("alphabet", [1, 2, 3, 5])
+def test_the_best_match_and_one_that_goes_on_otherwise(alphabet: int) -> None:
+    """Keeps out: two paths that begin alike while a third place goes on otherwise, a lone match before one that others agree
+    with, and a match's support that is another's."""
+    for seed in range(6):
+        span = [None, 9][seed % 2]
+        text, rows = random_texts(LENS, alphabet, span, seed)
+        out = Paths.empty(len(LENS), (0, 1), 5, torch.device("cpu"))
+        fill_paths(text, 5, out)
+        for b, entries in enumerate(rows):
+            if entries:
+                got = zip(out.tokens_BPD[b].tolist(), out.lengths_BP[b].tolist(), out.support_BP[b].tolist(), strict=True)
+                assert [*got] == chosen(entries, span, 5)
 
 
 @pytest.mark.parametrize("has_scores", [True, False], ids=["tree", "chain"])

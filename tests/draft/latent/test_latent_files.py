@@ -27,7 +27,7 @@ from specdec.draft.formats.open import open_head
 from specdec.draft.formats.parts import tensors_of
 from specdec.draft.formats.spec import HeadSpec
 from specdec.draft.load import build_head, load_head
-from specdec.models.deepseek.modules import LatentAttention
+from specdec.models.latent.attention import LatentAttention
 from specdec.models.layers import SelfAttention
 from specdec.train.heads.fresh import new_head
 from specdec.train.settings import HeadRun

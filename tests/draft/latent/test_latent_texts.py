@@ -33,7 +33,7 @@ TEXTS = [  # target, head, shape, settings
 ]
 
 
-@pytest.mark.slow_cases(keep=4)
+@pytest.mark.slow_cases(keep=2)
 @pytest.mark.parametrize(("target", "head", "shape", "settings"), TEXTS, ids=str)
 def test_text_is_the_target_s(zoo: Zoo, target: str, head: str, shape: Any, settings: dict[str, Any]) -> None:
     decoder = zoo.decoder(target, head, SpecConfig(*shape), max_batch_size=3, **settings)
@@ -65,7 +65,7 @@ PATHS = [  # target, head, shape, page size, batch, whether prompts are cached
 ]
 
 
-@pytest.mark.slow_cases(keep=3)
+@pytest.mark.slow_cases(keep=2)
 @pytest.mark.parametrize(("target", "kind", "shape", "page_size", "batch", "is_known"), PATHS, ids=str)
 def test_every_node_equals_its_own_path(
     zoo: Zoo, monkeypatch: pytest.MonkeyPatch, target: str, kind: str, shape: tuple[int, int, int], page_size: int,

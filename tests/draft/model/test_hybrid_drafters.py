@@ -47,7 +47,7 @@ def from_nan(zoo: Zoo, target: str, drafter: str, shape: Any, **settings: Any) -
     return decoder, driver
 
 
-@pytest.mark.slow_cases(keep=3)
+@pytest.mark.slow_cases(keep=2)
 @pytest.mark.parametrize(("target", "shape", "settings"), COPIES, ids=str)
 def test_a_copy_of_the_target_is_always_right(zoo: Zoo, target: str, shape: Any, settings: dict[str, Any]) -> None:
     """Every draft of a chain is accepted, in each round.  Of a tree the first level is."""
@@ -75,7 +75,7 @@ TEXTS = [  # target, drafter, shape, settings
 ]
 
 
-@pytest.mark.slow_cases(keep=3)
+@pytest.mark.slow_cases(keep=2)
 @pytest.mark.parametrize(("target", "drafter", "shape", "settings"), TEXTS, ids=str)
 def test_text_is_the_target_s(zoo: Zoo, target: str, drafter: str, shape: Any, settings: dict[str, Any]) -> None:
     decoder, driver = from_nan(zoo, target, drafter, shape, **settings)

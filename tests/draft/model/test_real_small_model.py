@@ -34,7 +34,7 @@ def save_larger(folder: Path, more: int = 2) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.slow_cases(keep=0)
 def test_it_drafts_what_the_larger_model_writes(tmp_path: Path) -> None:
     """Keeps out: a tokenizer of a GGUF file that is told from a folder's, weights in 4 bits that a drafter reads otherwise."""
     options = dict(device="cpu", dtype="float32", max_seq_len=128, max_batch_size=2)

@@ -11,6 +11,8 @@ from torch import Tensor
 from specdec.draft.ngram.grow import candidates_of, grow
 from specdec.draft.ngram.lookup import SHIFT, PagedTexts, continuations, find_matches, match_keys
 from specdec.draft.ngram.lookup_triton import launch_match_keys
+from specdec.draft.ngram.store import TokenStore
+from specdec.draft.ngram.store_triton import launch_write
 from specdec.draft.tree.build_tree import best_nodes
 
 LENS = [0, 1, 2, 3, 17, 33, 48]
@@ -44,6 +46,20 @@ def test_the_kernel_finds_the_same_places(span: int | None) -> None:
     got = launch_match_keys(there, 3, block=16).topk(3, dim=1).values.cpu()
     want = match_keys(text).topk(3, dim=1).values
     assert torch.equal(got, want) and int(want.max()) >> SHIFT > 1
+
+
+def test_what_a_round_emits_is_written_after_the_text() -> None:
+    """Keeps out: a row's tokens in another row's pages, and more tokens than were given."""
+    text, _ = random_texts(LENS[1:6], 50, None, seed=3)
+    before, tokens = text.tokens_N.clone(), torch.randint(100, 200, (5, 9))[:, :7]
+    store = TokenStore(len(before), torch.device("cpu"))
+    store.tokens_N.copy_(before)
+    store.append(text.pages, text.lens_B, tokens)
+    there = before.to(DEVICE, copy=True)
+    launch_write(text.pages.to(DEVICE), text.lens_B.to(DEVICE), tokens.to(DEVICE), there)
+    assert torch.equal(there.cpu(), store.tokens_N) and int((store.tokens_N != before).sum()) == tokens.numel()
+    after = PagedTexts(store.tokens_N, text.pages, text.lens_B, None).at(text.lens_B.long()[:, None] + torch.arange(7))
+    assert torch.equal(after, tokens)
 
 
 def paths_of(tokens: list[int], parents: list[int]) -> list[tuple[int, ...]]:

@@ -56,7 +56,7 @@ def drafted_and_true(zoo: Zoo, spec: SpecConfig, text: list[int], chunk: int, **
     request = driver.submit(text[:-1], SamplingParams(max_tokens=20))
     while not request.output.token_ids:
         driver.step()
-    drafter = driver.drafter
+    drafter = driver.drafter.drafter
     with torch.inference_mode():  # the target chose another first token than the text has
         state = driver._workers.state
         state.bonus_B[0] = text[-1]

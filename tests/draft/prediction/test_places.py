@@ -8,6 +8,7 @@ import torch
 from toolkit.kernels import DEVICE
 
 from specdec.draft.join.paths import Paths
+from specdec.draft.join.survival import ALL, ONCE
 from specdec.draft.ngram.lookup import MAX_MATCH
 from specdec.draft.prediction.places import LEAST, fill_paths, follow
 from specdec.draft.prediction.source import PredictionRows
@@ -57,7 +58,7 @@ def found(prediction: list[int], recent: list[int], at: int) -> tuple[list[tuple
 def check(seed: int, depth: int = DEPTH, on_device: bool = False) -> None:
     rows, predictions, recent, places = some_rows(seed)
     out = Paths.empty(ROWS, (0, 0, 1, 2), 7, torch.device("cpu"))
-    out.tokens_BPD.fill_(5), out.lengths_BP.fill_(5)  # what another round has left
+    out.tokens_BPD.fill_(5), out.lengths_BP.fill_(5), out.support_BP.fill_(5)  # what another round has left
     if on_device:
         from specdec.draft.prediction.places_triton import launch_paths
 
@@ -77,6 +78,8 @@ def check(seed: int, depth: int = DEPTH, on_device: bool = False) -> None:
             ids = predictions[row][place : place + depth] if p < len(paths) else []
             assert out.tokens_BPD[row, 1 + p].tolist() == ids + [-1] * (7 - len(ids)), (row, p)
             assert int(out.lengths_BP[row, 1 + p]) == length
+            is_in_step = p < len(paths) and place == places[row]
+            assert int(out.support_BP[row, 1 + p]) == (ALL if is_in_step else ONCE)
 
 
 @pytest.mark.parametrize("seed", range(30))

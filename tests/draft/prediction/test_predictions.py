@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ def edited(ids: list[int]) -> list[int]:
     return [*ids[:5], 39, *ids[6:11], *ids[13:18], 38, 37, *ids[18:]]
 
 
-@pytest.mark.slow_cases(keep=3)
+@pytest.mark.slow_cases(keep=2)
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
 @pytest.mark.parametrize(
     ("target", "head", "shape", "settings"),
@@ -68,25 +69,37 @@ def test_text_is_the_target_s(
     driver.assert_nothing_leaked()
 
 
-CHOICES = [["drafter"], ["suffix"], ["drafter", "suffix"], ["prediction"], ["drafter", "prediction"], ["suffix", "prediction"]]
+NAMES = "drafter", "suffix", "corpus", "answers", "prediction"
+CHOICES = [names for count in range(1, 6) for names in combinations(NAMES, count)]
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
 def test_every_mixture_of_sources(zoo: Zoo, sampling: dict[str, Any]) -> None:
-    """Keeps out: texts that depend on who drafts, a choice that reaches another row, one that does nothing."""
-    decoder = decoder_of(zoo, "llama", "eagle3", (3, 3, 12))
+    """Keeps out: texts that depend on who drafts, a choice that reaches another row, one that does nothing, drafts of a source
+    that is left out which are accepted where they fill the tree."""
+    decoder = zoo.decoder("llama", "eagle3+suffix+corpus+answers", SpecConfig(3, 3, 12), max_batch_size=8, corpus_memory="1MiB")
     prompt = ragged_prompts(40, 2)[1]
     want = decoder.generate(prompt, SamplingParams(max_tokens=40, **sampling), speculate=False)[0].token_ids
+    Driver(decoder).settle_tables()  # the answer is an earlier one now
+    Driver(decoder).bring_corpus([want[::-1], edited(want), want[:20], [5] * 500])
     given = [
         SamplingParams(max_tokens=40, **sampling, sources=names, prediction=edited(want) if "prediction" in names else None)
-        for names in CHOICES
+        for names in map(list, CHOICES)
     ]
-    outputs = decoder.generate([prompt] * len(CHOICES), given)
+    outputs = decoder.generate([prompt] * len(CHOICES), given, trees=True)
     assert [out.token_ids for out in outputs] == [want] * len(CHOICES)
+    for out, names in zip(outputs, CHOICES, strict=True):
+        assert {name for each in out.sources for name in each.split("+")} <= {*names, ""}
+        assert out.rounds is not None
+        of_nodes = {name for each in out.rounds for node in each.sources for name in node.split("+")}
+        assert of_nodes <= {*names, "", "nobody"} and ("nobody" in of_nodes or names != ["prediction"]), "the tree is filled"
+        for each in out.rounds:
+            assert "nobody" not in [each.sources[node] for node in each.path]
     plainly = decoder.generate([prompt], SamplingParams(max_tokens=40, **sampling, speculate=False))[0]
     assert plainly.token_ids == want and plainly.stats.drafted == 0
-    if not sampling:  # a path of a source that is left out is verified only where the tree has places left
-        by_name = dict(zip(map(tuple, CHOICES), outputs, strict=True))
+    if not sampling:
+        by_name = dict(zip(CHOICES, outputs, strict=True))
+        assert {name for out in outputs for names in out.sources for name in names.split("+") if name} == {*NAMES}
         with_prediction = by_name["suffix", "prediction"].stats.rounds
         assert with_prediction < min(by_name["suffix",].stats.rounds, by_name["drafter",].stats.rounds)
 

@@ -8,9 +8,10 @@ import torch
 from toolkit.kernels import DEVICE
 from toolkit.oracles.ngrams import random_texts
 
+from specdec.draft.join.survival import ALL, FEW, MOST, ONCE
 from specdec.draft.ngram.lookup import MAX_MATCH, PagedTexts
 from specdec.draft.suffix.device_table import DeviceTable
-from specdec.draft.suffix.host_table import HostTable, TableText, host_table
+from specdec.draft.suffix.host_table import TOKEN_BYTES, HostTable, TableText, host_table
 from specdec.draft.suffix.lookup import CONTINUATIONS, Continuations, find_continuations
 from specdec.draft.suffix.sort import sorted_places
 
@@ -43,7 +44,8 @@ def on_device(table: HostTable, capacity: int, device: torch.device, before: Hos
 def room_for(rows: int, depth: int, device: torch.device) -> Continuations:
     """Views of something larger, which hold what another round has left."""
     tokens = torch.full((rows, CONTINUATIONS + 1, depth + 2), 7, device=device)
-    return Continuations(tokens[:, 1:], torch.full((rows, CONTINUATIONS + 2), 7, device=device)[:, 1:-1])
+    lengths, support = torch.full((2, rows, CONTINUATIONS + 2), 7, device=device)[..., 1:-1]
+    return Continuations(tokens[:, 1:], lengths, support)
 
 
 def found(table: DeviceTable, paged: PagedTexts, keys: torch.Tensor, depth: int) -> Continuations:
@@ -106,6 +108,7 @@ def test_the_commonest_continuation_comes_first() -> None:
     paged.tokens_N[paged.pages.slots_at(torch.arange(3)[None])[0]] = torch.tensor([5, 6, 7], dtype=torch.int32)
     got = found(on_device(table, 64, torch.device("cpu")), paged, torch.tensor([3]), 4)
     assert got.tokens_BMR[..., :4].tolist() == [[[1, 2, 3, -1], [4, 4, 4, -1]]] and got.lengths_BM.tolist() == [[3, 3]]
+    assert got.support_BM.tolist() == [[MOST, FEW]]
 
 
 def check_kernel(seed: int, looks: int, span: int | None) -> None:
@@ -118,7 +121,8 @@ def check_kernel(seed: int, looks: int, span: int | None) -> None:
     want = found(on_device(table, capacity, torch.device("cpu"), before), paged, keys, DEPTH)
     there = PagedTexts(paged.tokens_N.to(DEVICE), paged.pages.to(DEVICE), paged.lens_B.to(DEVICE), span)
     got = found_by_kernel(on_device(table, capacity, DEVICE, before), there, keys.to(DEVICE), DEPTH, looks)
-    assert torch.equal(got.tokens_BMR.cpu(), want.tokens_BMR) and torch.equal(got.lengths_BM.cpu(), want.lengths_BM)
+    for ours, theirs in zip(got, want, strict=True):
+        assert torch.equal(ours.cpu(), theirs)
     assert want.tokens_BMR.shape[1] == CONTINUATIONS
 
 
@@ -162,10 +166,25 @@ def test_places_are_sorted_by_what_precedes_them(seed: int) -> None:
     assert sorted_places(text, places).tolist() == sorted(places.tolist(), key=before)
 
 
-def test_a_text_of_one_token_is_sorted_as_fast() -> None:
-    """Keeps out: comparisons of long runs, which one token a million times would make endless."""
+def test_a_text_of_one_token_is_sorted_and_found_as_fast() -> None:
+    """Keeps out: comparisons of long runs, which one token a million times would make endless; a search that reads all places
+    that match; more bytes of a token than are counted."""
     import time
+    import tracemalloc
 
     begun = time.perf_counter()
+    tracemalloc.start()
     table = host_table({1: [TableText(np.zeros(1 << 20, dtype=np.int32))]})
-    assert time.perf_counter() - begun < 20 and len(table.order_X) == 1 << 20
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert time.perf_counter() - begun < 20 and len(table.order_X) == 1 << 20 and most < (1 << 20) * 160
+    view = on_device(table, len(table.text_N), torch.device("cpu"))
+    assert view.text_2N.nbytes + view.order_2N.nbytes == view.capacity * TOKEN_BYTES
+    paged, _ = random_texts([30], 9, None, 0)
+    paged.tokens_N.zero_()
+    begun = time.perf_counter()
+    for _ in range(20):
+        got = found(view, paged, torch.tensor([1]), DEPTH)
+    assert time.perf_counter() - begun < 10
+    assert got.lengths_BM.tolist() == [[MAX_MATCH, 0]] and got.support_BM.tolist() == [[ALL, ONCE]]
+    assert not got.tokens_BMR[0, 0, :DEPTH].any()

@@ -21,7 +21,7 @@ GIVEN: dict[str, Any] = {
 
 
 def joined(zoo: Zoo, *sources: str, head: str = "eagle3", shape: Any = (3, 3, 9), **settings: Any) -> SpecDecoder:
-    draft = [str(zoo.head("llama", head)), *sources]
+    draft = ["ngram" if head == "ngram" else str(zoo.head("llama", head)), *sources]
     return SpecDecoder.from_pretrained(zoo.target("llama"), draft, SpecConfig(*shape), **{**GIVEN, **settings})
 
 
@@ -37,10 +37,13 @@ CASES: list[tuple[tuple[str, ...], str, Any, dict[str, Any]]] = [
     (("suffix", "answers"), "eagle3", (3, 1, 4), {"page_size": 4, "prefix_caching": True, "prefill_chunk": 5}),
     (("corpus", "answers"), "eagle1", (2, 2, 7, 6), {"page_size": 4}),
     (("answers", "corpus", "suffix"), "dflash-pruned", (3, 3, 10), {"page_size": 4}),
+    (("corpus",), "ngram", (3, 1, 4), {"page_size": 4, "prefix_caching": True}),
+    (("corpus", "answers"), "ngram", (4, 3, 14), {"page_size": 4, "prefill_chunk": 5}),
+    (("answers",), "ngram", ("auto", 2, 8), {"page_size": 1}),
 ]
 
 
-@pytest.mark.slow_cases(keep=3)
+@pytest.mark.slow_cases(keep=2)
 @pytest.mark.parametrize(("sources", "head", "shape", "settings"), CASES, ids=str)
 def test_text_is_the_target_s(zoo: Zoo, sources: tuple[str, ...], head: str, shape: Any, settings: dict[str, Any]) -> None:
     """Keeps out: siblings of one token, places of another row's scope, paths that go on after a text's end, a table that is
@@ -90,6 +93,23 @@ def test_second_answers_come_of_the_first(zoo: Zoo) -> None:
         rounds.append(sum(out.stats.rounds for out in outputs))
         Driver(decoder).settle_tables()
     assert rounds[-1] < 0.6 * rounds[0]
+
+
+def test_n_grams_have_sources_beside_them(zoo: Zoo) -> None:
+    """Keeps out: a corpus that n-grams never see, trees of more nodes than anybody can fill."""
+    prompts = ragged_prompts(40, 4)
+    want = [zoo.greedy("llama", prompt, 30) for prompt in prompts]
+    decoder = joined(zoo, "corpus", head="ngram", shape=(4, 2, 9))
+    assert decoder.head is not None and decoder.head.sources == ("suffix", "corpus", "prediction")
+    before = decoder.generate(prompts, SamplingParams(max_tokens=30))
+    Driver(decoder).bring_corpus([prompt + out for prompt, out in zip(prompts, want, strict=True)])
+    after = decoder.generate(prompts, SamplingParams(max_tokens=30))
+    assert [out.token_ids for out in after] == want and any("corpus" in source for out in after for source in out.sources)
+    assert sum(out.stats.rounds for out in after) < 0.7 * sum(out.stats.rounds for out in before)
+    with pytest.raises(
+        ValueError, match=r"trees of suffix and corpus and prediction alone have at most 5 nodes, .*num_draft_tokens=5"
+    ):
+        joined(zoo, "corpus", head="ngram", shape=(4, 1, 9, 8))
 
 
 def test_no_text_reaches_another_scope(zoo: Zoo) -> None:
@@ -143,9 +163,6 @@ def test_answers_that_nobody_may_be_proposed(zoo: Zoo) -> None:
         decoder.generate([[1]], cache_salt="")
     with pytest.raises(TypeError, match="cache_salt must be a string, got 5"):
         decoder.generate([[1]], cache_salt=5)  # type: ignore[arg-type]
-    decoder = joined(zoo, "answers", prefix_caching=True)
-    with pytest.raises(ValueError, match="cache_salt separates earlier answers, .* prefix_caching=True.*nearest"):
-        decoder.generate([[1]], cache_salt="a")
 
 
 def test_ranks_verify_the_same_trees(zoo: Zoo) -> None:
@@ -175,7 +192,8 @@ def test_sources_at_the_door(zoo: Zoo, tmp_path: Path) -> None:
     options = EngineOptions(corpus=str(path))
     assert find_drafter("mtp", options) == Joined("mtp", ("suffix", "corpus"))
     assert find_drafter(["mtp", "answers"], options) == Joined("mtp", ("suffix", "corpus", "answers"))
-    for draft in (None, "ngram", "suffix"):
+    assert find_drafter("ngram", options) == Joined("ngram", ("corpus",))
+    for draft in (None, "suffix"):
         with pytest.raises(ValueError, match="joins the trees of a drafter, got draft=.*; nearest .* corpus=None"):
             find_drafter(draft, options)
     with pytest.raises(ValueError, match="corpus must be a file of text or a .jsonl file, got .*none"):

@@ -66,6 +66,7 @@ def arrivals(rng: random.Random, most: int, count: int) -> Iterator[Request]:
         yield earlier[-1]
 
 
+@pytest.mark.slow_cases(keep=4)
 @pytest.mark.parametrize("budget", [0, 1, 3, 40])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_random_traffic(page_size: int, budget: int) -> None:
@@ -102,6 +103,21 @@ def ask(engine: Engine[StateMemory], prompts: Sequence[Sequence[int]], speculate
 def cached(engine: Engine[StateMemory], prompts: Sequence[Sequence[int]]) -> list[int]:
     """How many tokens each of them finds, if one comes after the other."""
     return [ask(engine, [prompt])[0].stats.cached_tokens for prompt in prompts]
+
+
+def test_states_of_another_salt_are_not_found() -> None:
+    """Keeps out: another caller's text whose state is found, and a part that keeps none since another salt's is promised."""
+    engine, prompt = engine_of(4, 12, WHOLE), some(1, 83)
+    found = list[int]()
+    for salts in (["a"], ["b"], ["a"], ["c", "d"], ["d"]):
+        requests = [new_request(prompt, 9) for _ in salts]
+        for request, salt in zip(requests, salts, strict=True):
+            request.cache_salt = salt
+        engine.submit(requests)
+        while not engine.is_idle:
+            engine.step()
+        found += [request.stats.cached_tokens for request in requests]
+    assert found == [0, 0, 80, 0, 0, 80]
 
 
 def some(seed: int, count: int) -> list[int]:

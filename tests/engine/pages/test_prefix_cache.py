@@ -35,13 +35,14 @@ def test_any_order_of_use_keeps_the_books(page_size: int) -> None:
     admission = Admission(PagePool(40, page_size), lookahead=5, prefix_caching=True)
     assert admission.cache is not None
     running: list[Request] = []
-    content: dict[int, tuple[tuple[int, ...], bool]] = {}  # page -> (its text from the beginning, successor too; draft rows)
+    content: dict[int, tuple[tuple[int | str | None, ...], bool]] = {}  # page -> (salt, text up to its successor; draft rows)
     found_tokens = 0
     for _ in range(1500):
         if rng.random() < 0.5:
             drafted = rng.random() < 0.6
             prompt = [rng.randrange(2) for _ in range(3)] + [0] * rng.randrange(1, 6 * page_size) + [rng.randrange(2)]
             request = new_request(prompt, rng.randrange(1, 3 * page_size), speculate=drafted)
+            salt = request.cache_salt = rng.choice([None] * 8 + ["a", "b"])
             found = admission.find(request, drafted)
             if found is None or not admission.admit(request, found):
                 continue
@@ -49,31 +50,30 @@ def test_any_order_of_use_keeps_the_books(page_size: int) -> None:
             assert len(table) * page_size >= admission.tokens_to_enter(request) and len(set(table)) == len(table)
             assert found.tokens < len(prompt)
             for i, page in enumerate(table[:start]):
-                text, has_draft = content[page]
-                assert text == tuple(prompt[: (i + 1) * page_size + 1]) and has_draft >= drafted
+                assert content[page][0] == (salt, *prompt[: (i + 1) * page_size + 1]) and content[page][1] >= drafted
             running.append(request)
             others = {page for other in running[:-1] for page in admission.allocations[other].table}
             assert not others & set(table[start:]), "two requests write to one page"
             for i, page in enumerate(table[start:], start):  # the prefill writes these
-                content[page] = (tuple(prompt[: (i + 1) * page_size + 1]), drafted)
+                content[page] = ((salt, *prompt[: (i + 1) * page_size + 1]), drafted)
             admission.keep(request, prompt, drafted, len(prompt))
             fixed = admission.fixed_pages(request, True)
             assert fixed == table[: len(fixed)] and all(content[page][1] for page in fixed)
             found_tokens += found.tokens
         elif running:
             request = running.pop(rng.randrange(len(running)))
-            drafted = request.speculate
+            drafted, salt = request.speculate, request.cache_salt
             output = [rng.randrange(2) for _ in range(rng.randrange(request.sampling.max_tokens) + 1)]
             text = request.prompt_ids + output
             if admission.pages_lacking(request, len(text)) > admission.free_pages:
                 text = request.prompt_ids  # it leaves early
             admission.grow(request, len(text))
             for i in range((len(request.prompt_ids) - 1) // page_size, (len(text) - 1) // page_size):
-                content[admission.allocations[request].table[i]] = (tuple(text[: (i + 1) * page_size + 1]), drafted)
+                content[admission.allocations[request].table[i]] = ((salt, *text[: (i + 1) * page_size + 1]), drafted)
             admission.keep(request, text, drafted, len(text), leaves=True)
             admission.leave(request)
         check_books(admission, running)
-    assert admission.hit_tokens == found_tokens > 1000 and admission.lookup_tokens > found_tokens
+    assert admission.hit_tokens == found_tokens > 500 and admission.lookup_tokens > found_tokens
     for request in running:
         admission.leave(request)
     assert admission.free_pages == admission.pool.capacity
@@ -308,13 +308,13 @@ def test_a_pause_leaves_no_hole(zoo: Zoo) -> None:
     assert decoder.generate(follow, sampling)[0].stats.cached_tokens == (len(follow) - 1) // 4 * 4
 
 
+@pytest.mark.slow_cases
 @pytest.mark.slow
 def test_200_requests_some_cancelled_some_failing(zoo: Zoo, decoder: SpecDecoder) -> None:
     """In a pool that is always full: every request that is left alone writes what it writes alone."""
     rng, driver = random.Random(5), Driver(decoder)
     bases = [SYSTEM[:20], SYSTEM[:20], [9] * 9, []]
-    tails = ragged_prompts(40, 8, seed=1)
-    requests, left_alone = [], []
+    tails, requests = ragged_prompts(40, 8, seed=1), []
     for _ in range(200):
         fails = rng.random() < 0.1
         calls = iter(range(rng.randrange(4), 10_000))

@@ -42,6 +42,7 @@ WORLDS: dict[str, tuple[str, str | None, SpecConfig | None, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow_cases(keep=3)
 @pytest.mark.parametrize("world", WORLDS)
 def test_nobody_sees_that_rows_step_back(zoo: Zoo, world: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ring_passes_take(16, monkeypatch)

@@ -157,7 +157,7 @@ def test_the_chooser_sees_rows_that_speculate_alone(zoo: Zoo) -> None:
         return SpecConfig(2, 1)
 
     controller.choose = choose
-    controller.observe = lambda size, shape, seconds, accepted, best, tokens: observed.append(
+    controller.observe = lambda size, shape, seconds, accepted, best, tokens, matched: observed.append(
         (len(accepted), len(best), tokens)
     )
     requests = [driver.add(new_request([3, row], 12, speculate=row == 1)) for row in range(3)]

@@ -104,6 +104,7 @@ CHANGES: dict[str, dict[str, Any]] = {  # a value of each field that must change
 ELSEWHERE = {"stop", "ignore_eos", "logprobs", "logprobs_mode", "n", "json_schema", "regex", "grammar"} | {
     "prediction",
     "sources",
+    "shape",  # tests/engine/speculation
     "speculate",  # tests/draft/prediction
 }
 

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 from toolkit.deepseek import sparse_config
 
-from specdec.models.deepseek.config import DeepseekConfig, parse_deepseek
+from specdec.models.deepseek.config import parse_deepseek
+from specdec.models.latent.config import LatentConfig
 from specdec.models.registry import choose_target
 
 
-def read(name: str, **changes: Any) -> DeepseekConfig:
+def read(name: str, **changes: Any) -> LatentConfig:
     return parse_deepseek(sparse_config(name, **changes), "here")
 
 
@@ -112,6 +113,6 @@ def test_hub_configs_are_read(tmp_path: Path) -> None:
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(raw))
         config = choose_target(folder, "native").config
-        assert isinstance(config, DeepseekConfig) and config.indexer is not None and config.interleaved
+        assert isinstance(config, LatentConfig) and config.indexer is not None and config.interleaved
         assert (config.indexer.heads, config.indexer.topk, len(set(config.indexer.sources))) == (heads, 2048, own)
         assert config.experts is not None and config.experts.router.scores == "sigmoid" and config.head_dim == 64

@@ -61,6 +61,11 @@ def test_passes_that_the_kernel_takes() -> None:
         (32, "chain", 2, HopperTiles(8, 0, 0, 4)),
         (33, "tree", 20, None),
         (64, "chain", 6, HopperTiles()),
+        (32, "tree", 6, HopperTiles(4, 168, 2, 4, True)),
+        (32, "chain", 20, HopperTiles(4, 128, 2, 4, True)),
+        (6, "chain", 2, HopperTiles(4, 168, 1, 1, True)),
+        (60, "tree", 6, HopperTiles(8, 0, 1, 1, True)),
+        (32, "tree", 20, HopperTiles(8, 128, 2, 4, True)),
     ],
 )
 def test_trees_equal_the_definition(nodes: int, kind: str, before: int, tiles: HopperTiles | None) -> None:

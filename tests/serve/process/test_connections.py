@@ -27,7 +27,7 @@ from specdec.serve.times import ServeTimes
 
 PATH = "/v1/completions"
 GOOD: dict[str, Any] = {"model": "tiny", "prompt": "Once", "max_tokens": 2}
-HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: [::1]\r\nContent-Type: application/json\r\n"
 
 
 def serve(pair: SpecDecoder, times: dict[str, float] | None = None, **options: Any) -> Served:
@@ -66,7 +66,7 @@ def server_lines(served: Served) -> list[str]:
 def cuts(served: Served) -> dict[str, int]:
     """How many connections were cut, by why, as /metrics tells."""
     page = served.get("/metrics").text
-    return {why: int(float(page.partition(f'_cut_total{{why="{why}"}} ')[2].split()[0])) for why in CUTS}
+    return {why: int(float(page.partition(f'_cut_total{{model="tiny",why="{why}"}} ')[2].split()[0])) for why in CUTS}
 
 
 # ---- too many ----
@@ -83,7 +83,7 @@ def test_one_too_many_is_told_so(pair: SpecDecoder) -> None:
                 assert error_of(answer, 503)["code"] == "too_many_connections"
                 assert answer.headers["retry-after"] == "1" and answer.headers["connection"] == "close"
             assert served.get("/health").status_code == served.get("/ready").status_code == 200
-            assert "specdec_http_connections 3.0" in served.get("/metrics").text  # that of the question itself
+            assert 'specdec_http_connections{model="tiny"} 3.0' in served.get("/metrics").text  # that of the question itself
             assert cuts(served)["full"] >= 30
             with pytest.raises(httpx.HTTPStatusError):
                 served.get("/v1/models").raise_for_status()
@@ -238,7 +238,7 @@ def test_a_body_that_never_ends(pair: SpecDecoder, length: bytes) -> None:
 def test_a_body_that_was_answered_and_never_ends(pair: SpecDecoder) -> None:
     """Keeps out: a connection that is held for ever by a body that nobody waits for: each byte put off uvicorn's own end."""
     with serve(pair, read_seconds=1) as served, served.connect() as connection:
-        connection.sendall(b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n")
+        connection.sendall(b"POST /nowhere HTTP/1.1\r\nHost: [::1]\r\nContent-Length: 100000\r\n\r\n")
         assert connection.recv(1 << 16).startswith(b"HTTP/1.1 404")
         connection.settimeout(0.1)
         began = time.monotonic()

@@ -69,6 +69,6 @@ def test_a_log_that_nobody_reads(server: tuple[subprocess.Popen[str], str], pipe
     with httpx.Client(timeout=PATIENCE, verify=False) as client:
         for _ in range(3):
             assert ask(client, url)[0] == 200 and client.get(f"{url}/health").status_code == 200
-        assert "specdec_log_lines_dropped_total 0.0" in client.get(f"{url}/metrics").text
+        assert 'specdec_log_lines_dropped_total{model="specdec"} 0.0' in client.get(f"{url}/metrics").text
     process.terminate()
     assert process.wait(PATIENCE) == 0

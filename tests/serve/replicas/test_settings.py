@@ -202,7 +202,7 @@ def test_a_replica_that_does_not_answer_hides_only_its_own_metrics(monkeypatch: 
     for answers in (one_is_dead, one_hangs):
         with replica(monkeypatch, answers) as made:
             page = asyncio.run(made.all_metrics()).decode()
-            assert "\nspecdec_replicas 1.0\n" in page and '\nspecdec_running{replica="one"} 0.0\n' in page
+            assert "\nspecdec_replicas 1.0\n" in page and '\nspecdec_running{model="specdec",replica="one"} 0.0\n' in page
 
 
 def test_metrics_of_replicas_stay_apart() -> None:
@@ -212,11 +212,15 @@ def test_metrics_of_replicas_stay_apart() -> None:
         totals = Totals(running=running)
         totals.requests["eos"] = running
         totals.first_token.add(0.02, running)
-        by_replica[name] = list(TotalsCollector(lambda totals=totals: totals, Counts(Counter({200: running}))).collect())
+        by_replica[name] = list(
+            TotalsCollector(lambda totals=totals: totals, Counts(Counter({200: running})), ServeOptions()).collect()
+        )
     page = exposition(by_replica).decode()
     families = {family.name: family for family in text_string_to_metric_families(page)}
     assert len(families) == page.count("# TYPE") and families["specdec_replicas"].samples[0].value == 2
-    values = {(s.name, *sorted(s.labels.items())): s.value for family in families.values() for s in family.samples}
+    samples = [sample for family in families.values() for sample in family.samples]
+    assert all(sample.labels.pop("model", "specdec") == "specdec" for sample in samples)
+    values = {(s.name, *sorted(s.labels.items())): s.value for s in samples}
     assert values["specdec_running", ("replica", "a")] == 3 and values["specdec_running", ("replica", "b")] == 2
     assert values["specdec_requests_total", ("reason", "eos"), ("replica", "b")] == 2
     assert values["specdec_http_responses_total", ("replica", "a"), ("status", "200")] == 3

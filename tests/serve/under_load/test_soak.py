@@ -19,13 +19,15 @@ from specdec.generation import Stats
 
 @pytest.mark.slow_cases(keep=0)
 def test_hundreds_of_calls(tmp_path: Path) -> None:
-    decoder = pair_with_chat(tmp_path, device="cpu", dtype="float32", max_batch_size=8)
-    plan = Plan(calls=160, warm_up=60, workers=14, processes=1, pause=30, max_tokens=10, exact=True)
+    more = {"audit": 0.1, "audit_folder": str(tmp_path / "audit")}
+    decoder = pair_with_chat(tmp_path, device="cpu", dtype="float32", max_batch_size=8, **more)
+    plan = Plan(calls=160, warm_up=60, workers=14, processes=1, pause=20, max_tokens=10, exact=True)
     Driver(decoder).end_outputs([10] * KEPT)  # the list is full from the beginning: with so few calls it would grow
     report = soak(decoder, plan)
     assert report.problems == []
     assert sum(report.ends.values()) == plan.calls and report.ends["answered"] > plan.calls / 3, report.ends
     assert all(report.ends.get(end) for end in ("refused", "failed", "left")), report.ends
+    assert report.structured and report.audited
     assert report.repeated > 10 and len(report.faults) >= 6, (report.repeated, report.faults)
 
 

@@ -9,6 +9,7 @@ from specdec.config import SamplingParams
 from specdec.generation import Chunk, Generation, Stats, TokenLogprob
 from specdec.serve.wire.answers import DONE, AnswerHeading, ChunkWriter, usage, whole_answer
 from specdec.serve.wire.fields import CHAT, COMPLETIONS
+from specdec.serve.wire.prompts_said import ChoicePrompt
 from specdec.serve.wire.requests import RequestPlan
 
 PIECES = ["a", "bc", "def", "\ufffd"]
@@ -32,7 +33,7 @@ def events(*written: bytes) -> list[dict[str, Any]]:
 
 
 def writer(of: RequestPlan) -> ChunkWriter:
-    return ChunkWriter(AnswerHeading("id", "tiny"), of, PIECES.__getitem__)
+    return ChunkWriter(AnswerHeading("id", "tiny"), of, [ChoicePrompt([7], "x")] * of.choices, PIECES.__getitem__)
 
 
 def test_usage_counts_prompts_once_and_outputs_each() -> None:
@@ -61,7 +62,10 @@ def test_log_probabilities_can_be_written_as_json() -> None:
     """Keeps out: -Infinity, which is no JSON, and a chosen token that is missing among the likeliest."""
     made = Generation([7], [2], "def", "eos", Stats(), [0], logprobs(2))
     answer = json.loads(
-        json.dumps(whole_answer(AnswerHeading("id", "tiny"), plan(), [made], PIECES.__getitem__), allow_nan=False)
+        json.dumps(
+            whole_answer(AnswerHeading("id", "tiny"), plan(), [made], [ChoicePrompt([7], "x")], PIECES.__getitem__),
+            allow_nan=False,
+        )
     )
     (choice,) = answer["choices"]
     assert (

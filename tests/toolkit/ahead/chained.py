@@ -26,14 +26,14 @@ ROOMS = ("specdec", "attention", "draft", "verify")
 ATOMICS = {"atomic_add", "atomic_and", "atomic_cas", "atomic_max", "atomic_min", "atomic_or", "atomic_xchg", "atomic_xor"}
 READS = {"load", "tma_load", *ATOMICS}
 STORES = {"store", "tma_store", *ATOMICS}
-COPIES = {"_copy", "async_copy_global_to_shared"}  # from their second argument's memory into shared memory
+COPIES = {"copy_to_shared", "async_copy_global_to_shared"}  # from their second argument's memory into shared memory
 # Of kernels whose waits stand under conditions: constexprs that decide the conditions, in all combinations that matter.
 CASES: dict[str, dict[str, tuple[Any, ...]]] = {
     "quantised_warp_kernel": {"BLOCK_M": (1, 8), "KIND": ("int4", "lossless")},
     "quantised_warpgroup_kernel": {"KIND": ("int4", "lossless")},
     "few_down_kernel": {"ONE_TOKEN": (False, True)},
     "quantised_experts_kernel": {"ACTIVATION": ("none", "swiglu"), "SORTED": (False, True)},
-    "ssd_tree_hopper_kernel": {"AT_ONCE": (False, True)},
+    "ssd_tree_hopper_kernel": {"COPIED": (False, True)},
 }
 
 Value = Any  # what an expression may point to: a frozenset of names of memory, or a tuple of values

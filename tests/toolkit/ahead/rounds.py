@@ -5,12 +5,15 @@ Shapes: B sequences, N nodes or rows of each, R = B * N, K topk, V vocabulary.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from specdec.attention.pages import PageTable
 from specdec.batch.emitted import NewTokens
 from specdec.batch.masks import BitMasks, masked_logits
 from specdec.batch.tree import DraftTree
+from specdec.batch.trees.numbers_triton import launch_tree_numbers
 from specdec.batch.trees.states_triton import launch_commit_states, launch_state_numbers
 from specdec.batch.trees.tables_triton import launch_path_tables
 from specdec.draft.block.dflash2.children_triton import launch_best_children
@@ -27,6 +30,7 @@ from specdec.draft.join.survival_triton import launch_learn
 from specdec.draft.ngram.lookup import MAX_MATCH, PagedTexts
 from specdec.draft.ngram.lookup_triton import launch_match_keys
 from specdec.draft.ngram.paths_triton import launch_paths
+from specdec.draft.ngram.store_triton import launch_write
 from specdec.draft.prediction.places_triton import launch_follow
 from specdec.draft.prediction.places_triton import launch_paths as launch_predicted
 from specdec.draft.prediction.source import PredictionRows
@@ -83,16 +87,17 @@ def joining(B: int) -> None:
     for nodes, depth, scores in ((32, 31, floats(B, 32)), (6, 5, None)):
         parents = ids(B, nodes)
         tree = DraftTree(ids(B, nodes), parents, 5, is_chain=scores is None, scores_BN=scores)
-        survival, paths = Survival([CHAIN] * 3, here()), Paths(ids(B, 3, depth), ids(B, 3), ids(3), ids(B, 3))
-        launch_paths(text, ids(B, 2), depth, paths.of_source(0, 2))
-        launch_continuations(DeviceTable(1 << 20, here()), text, ids(B), depth, Continuations(*paths.of_source(0, 2)[:2]))
+        survival, paths = Survival([CHAIN] * 3, here()), Paths(ids(B, 3, depth), ids(B, 3), ids(B, 3), ids(3), ids(B, 3))
+        launch_paths(text, ids(B, 4), 4, depth, paths.of_source(0, 2))
+        launch_write(text.pages, text.lens_B, ids(B, depth + 1), text.tokens_N)
+        launch_continuations(DeviceTable(1 << 20, here()), text, ids(B), depth, Continuations(*paths.of_source(0, 2)[:3]))
         steps = launch_rates(paths, tree, survival, depth)
         predicted = PredictionRows(counts(B, 2048), ids(B), ids(B, MAX_MATCH), ids(B), ids(B))
         launch_predicted(predicted, depth, paths.of_source(0, 2))
         launch_follow(predicted, ids(B, depth + 1), ids(B))
         launch_candidates(tree, paths.tokens_BPD, steps, ids(3))
         new = NewTokens(counts(B), ids(B, depth + 1), ids(B), None)
-        launch_learn(survival.counts_CLG2, paths, new, ids(B))
+        launch_learn(survival.counts_CLKG2, paths, new, ids(B))
 
 
 def drafting() -> None:
@@ -106,6 +111,7 @@ def drafting() -> None:
             for offsets in (None, ids(32000)):
                 launch_expand(candidates, 2, beam, halves(B * K, 32000), offsets)
             launch_best_nodes(candidates, ids(B), 60)
+            launch_best_nodes(candidates, ids(B), 60, 32)
             launch_best_paths(floats(B, 7, 1, K), ids(B, 7, K), ids(B), 60)
         codebook, selecting = halves(VOCABULARY, 256), (floats(B, 7, 16), ids(B, 7, 16), ids(B), halves(B, 7, 256))
         for K in (1, 8):
@@ -138,9 +144,11 @@ def verifying() -> None:
 
     for N, depth in ((60, 7), (7, 6)):
         tree = DraftTree(ids(8, N), ids(8, N), depth, is_chain=N == depth + 1)
-        launch_accept(tree, ids(8, N), State())  # type: ignore[arg-type]
+        for sources in (None, ids(8, N)):
+            launch_accept(replace(tree, sources_BN=sources), ids(8, N), State())  # type: ignore[arg-type]
         launch_path_tables(PageTable(counts(8, 512), PAGE), counts(8), ids(8, N), depth + 1)
         launch_state_numbers(counts(8), ids(8, 3), counts(8))
+        launch_tree_numbers(tree, ids(8, N))
         launch_commit_states(counts(8), ids(8, depth + 1), ids(8), ids(8, 3), ids(8, 60), counts(8))
 
 

@@ -57,6 +57,11 @@ class Hooks:
     _workers: Any
 
     @property
+    def speculation(self) -> Any:
+        """What decides about the kinds and shapes of rounds."""
+        return self._scheduler.speculation
+
+    @property
     def running(self) -> list[Request]:
         raise NotImplementedError
 

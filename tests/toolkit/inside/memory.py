@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from specdec import SpecConfig
@@ -17,7 +17,8 @@ from specdec.attention.kinds import LayerKind
 from specdec.engine.loop import Engine
 from specdec.engine.request import Request
 from specdec.engine.scheduler import Scheduler
-from specdec.steps import CopyPages, Emitted, EnterRows, GrowRows, LeaveRows, RowEntry, RunChunk, RunMixed, RunRound, Step
+from specdec.generation import Emitted, Logprobs
+from specdec.steps import CopyPages, EnterRows, GrowRows, LeaveRows, RowEntry, RunChunk, RunMixed, RunRound, Step
 from toolkit.pages import check_books
 
 SPEC = SpecConfig(3, 2, 6)
@@ -52,11 +53,11 @@ class Row:
 class Written:
     ended = ()
 
-    def __init__(self, rows: list[list[int]]) -> None:
-        self.rows = rows
+    def __init__(self, rows: list[list[int]], scores: dict[int, list[Logprobs]] | None = None) -> None:
+        self.rows, self.scores = rows, scores or {}
 
     def read(self) -> list[Emitted]:
-        return [Emitted(tokens) for tokens in self.rows]
+        return [Emitted(tokens, scores=self.scores.get(i, ())) for i, tokens in enumerate(self.rows)]
 
     def drop(self) -> None:
         pass
@@ -143,9 +144,10 @@ class Memory:
     def RunChunk(self, step: RunChunk) -> Written:
         if self.fails:
             raise MemoryError("a chunk too long")
-        emitted = []
+        emitted, scores = list[list[int]](), dict[int, list[Logprobs]]()
         for part in step.parts:
             row = self.rows[part.row]
+            assert not (part.scored and row.length < 0 and part.start), "kept pages have no hidden states"
             if row.length < 0:  # what the prefix cache holds is not computed
                 row.add(row.request.text[: part.start])
                 row.length = part.start
@@ -154,6 +156,7 @@ class Memory:
             row.add(list(part.token_ids))
             own = self.next_token(row.text)
             emitted.append([own] if part.emits else [])
+            scores[len(emitted) - 1] = [Logprobs([-float(part.start + i + 1)], []) for i in range(part.num_scores)]
             assert own == part.next_token or not part.resumes, "the last token is the target's"
             after = [*part.token_ids[1:], own if part.is_last else part.next_token]
             for i, next_token in enumerate(after):  # all are stored before the first is read
@@ -161,7 +164,7 @@ class Memory:
             self.check(row, range(part.start, part.end))
             row.length, row.running = part.end, part.is_last
             row.add([own] if part.is_last else [])
-        return Written(emitted)
+        return Written(emitted, scores)
 
     def next_token(self, text: list[int]) -> int:
         """The target's token after a text."""
@@ -200,6 +203,7 @@ class Memory:
 
     def RunMixed(self, step: RunMixed) -> Written:
         around = self.RunRound(step.round)
+        assert not any(part.scored for part in step.chunk.parts)
         return Written(around.rows + self.RunChunk(step.chunk).rows)
 
     def LeaveRows(self, step: LeaveRows) -> None:
@@ -223,6 +227,8 @@ def drive(engine: Engine[Any], coming: Iterator[Request], rng: random.Random, ba
             for request in [next(coming, None) for _ in range(rng.randrange(1, 4))]:
                 more = more and request is not None
                 if request is not None:
+                    if len(requests) % 5 == 1:
+                        request.sampling = replace(request.sampling, prompt_logprobs=0)
                     requests.append(request)
                     engine.submit([request])
         if rng.random() < 0.02 and (going := [request for request in requests if not request.is_done]):
@@ -242,6 +248,8 @@ def drive(engine: Engine[Any], coming: Iterator[Request], rng: random.Random, ba
         if not request.cancelled and request.error is None:
             assert request.output.token_ids == memory.output(request)
             request.stats.check_identity(len(request.output.token_ids))
+            if request.sampling.prompt_logprobs is not None:
+                assert [-each.logprob for each in request.scores] == list(range(1, len(request.prompt_ids)))
     return requests
 
 

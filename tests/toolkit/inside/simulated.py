@@ -56,6 +56,32 @@ class Text:
             best += 1
         return accepted, (best, min(shape.max_steps, best + 1) if shape.topk > 1 else shape.max_steps)
 
+    def draw(self, shape: Shape, rng: random.Random) -> tuple[int, tuple[int, int], int]:
+        """The same, and how many of them came from other sources."""
+        return *self.accept(shape, rng), 0
+
+
+@dataclass(frozen=True)
+class MatchedText(Text):
+    """A text that other sources than the drafter know too: their path's first token is right with the probability `first`, and
+    every later one with `goes_on`.
+    """
+
+    first: float = 0.0
+    goes_on: float = 0.0
+
+    def accept_length(self, shape: Shape) -> float:
+        if shape is None:
+            return 1.0
+        own = [self.level(shape) ** depth if depth <= shape.max_steps else 0.0 for depth in range(1, shape.levels + 1)]
+        return 1 + sum(1 - (1 - p) * (1 - self.first * self.goes_on**depth) for depth, p in enumerate(own))
+
+    def draw(self, shape: Shape, rng: random.Random) -> tuple[int, tuple[int, int], int]:
+        (accepted, best), matched = self.accept(shape, rng), 0
+        while shape and matched < shape.levels and rng.random() < (self.goes_on if matched else self.first):
+            matched += 1
+        return max(accepted, matched), best, matched
+
 
 def cost(rows: int, shape: Shape) -> float:
     """Seconds of a round."""
@@ -109,7 +135,7 @@ class SimulatedDevice:
     """A device that runs what `speculation` asks for; a round's result is known one launch later.
 
     cost: seconds of a round.  a_token: how much longer a round takes for each token of all rows; texts grow, and begin anew.
-    uneven: how much rounds differ, as a share.
+    uneven: how much rounds differ, as a share.  needs: of all rows.
     length: tokens of each text.  rounds: by shape.  seconds, tokens: so far.
     """
 
@@ -118,12 +144,13 @@ class SimulatedDevice:
     cost: Callable[[int, Shape], float] = cost
     a_token: float = 0.0
     uneven: float = 0.02
+    needs: Needs = field(default_factory=Needs)
     length: float = 0.0
     rounds: Counter[Shape] = field(default_factory=Counter)
     seconds: float = 0.0
     tokens: float = 0.0
     shapes: list[Shape] = field(default_factory=list)
-    _late: deque[tuple[RunRound, float, list[tuple[int, tuple[int, int]]]]] = field(default_factory=deque)
+    _late: deque[tuple[RunRound, float, list[tuple[int, tuple[int, int], int]]]] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
@@ -138,7 +165,7 @@ class SimulatedDevice:
     def round(self, rows: int, text: Text) -> Shape:
         """One round; its shape."""
         known = int(rows * self.length)
-        before, step = self.speculation.next_round(rows, Needs(), False, 1.0, known)
+        before, step = self.speculation.next_round(rows, self.needs, False, 1.0, known)
         self.prepare(before)
         seconds = (self.cost(rows, step.spec) + self.a_token * known) * (1 + self.uneven * self.rng.random())
         self.seconds += seconds
@@ -147,10 +174,12 @@ class SimulatedDevice:
         self.length = (self.length + emitted) % LONGEST
         self.rounds[step.spec] += 1
         self.shapes.append(step.spec)
-        self._late.append((step, seconds, known, [text.accept(step.spec, self.rng) for _ in range(rows)]))
+        self._late.append((step, seconds, known, [text.draw(step.spec, self.rng) for _ in range(rows)]))
         if len(self._late) > 1:
             told, took, tokens, done = self._late.popleft()
-            self.speculation.observe(told, took, [a for a, _ in done], [best for _, best in done], tokens)
+            accepted, best, matched = map(list, zip(*done, strict=True))
+            joined = told.spec is not None and told.spec.max_depth is not None
+            self.speculation.observe(told, took, accepted, best, tokens, matched if joined else None)
         return step.spec
 
     def prepare(self, steps: list[Step]) -> None:

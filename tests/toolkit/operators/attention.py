@@ -72,6 +72,29 @@ def suffix_alibi_args(device: str, roots: bool = False) -> tuple[Any, ...]:
     return *suffix_args(device), rand(device, H).abs(), ints(device, 1, 0, 0), roots
 
 
+def rows(device: str) -> Tensor:
+    """Keys and then values of half their width, a row a token; slots from 40 on hold NaN."""
+    kept = rand(device, SLOTS, K * (D + D // 2))
+    kept[40:] = torch.nan
+    return kept
+
+
+def rows_store_args(device: str) -> tuple[Any, ...]:
+    turn = ints(device, 3, 9, 0, dtype=torch.int64), rotary_table(torch.rand(D // 2), 12).to(device)
+    own = rand(device, 3, (H + K) * D + K * D // 2), rows(device), ints(device, 5, 17, 2, dtype=torch.int64)
+    return *own, K, D, *turn, rand(device, H + K, D), 1e-5, False, 0.5
+
+
+def paged_rows_args(device: str) -> tuple[Any, ...]:
+    q, _, *others = paged_args(device)
+    return q, rows(device), *others, False, None, None, False, K
+
+
+def suffix_rows_args(device: str) -> tuple[Any, ...]:
+    q, _, scales, paired, slots, lens, before, *others = suffix_args(device)
+    return q, rows(device), scales, paired, slots, lens, before[..., : D // 2].contiguous(), *others, None, None, False, K
+
+
 def rope_args(device: str) -> tuple[Any, ...]:
     return rand(device, 3, H, D), ints(device, 3, 9, 0, dtype=torch.int64), rotary_table(torch.rand(D // 2), 12).to(device)
 
@@ -126,6 +149,9 @@ CASES: dict[str, tuple[Any, Callable[[str], tuple[Any, ...]]]] = {
     "store int8": (heads.ROPE_STORE, lambda d: store_args(d, "int8")),
     "store fp8": (heads.ROPE_STORE, lambda d: store_args(d, "fp8")),
     "rope": (heads.ROPE, rope_args),
+    "rows store": (heads.ROWS_STORE, rows_store_args),
+    "paged rows": (heads.PAGED_ATTENTION, paged_rows_args),
+    "suffix rows": (heads.SUFFIX_MERGE, suffix_rows_args),
     "paged pairs": (heads.PAGED_ATTENTION, lambda d: paged_args(d, paired=True)),
     "suffix pairs": (heads.SUFFIX_MERGE, lambda d: suffix_args(d, paired=True)),
     "paged decode": (heads.PAGED_ATTENTION, lambda d: paged_args(d, queries=1)),

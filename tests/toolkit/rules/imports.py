@@ -10,8 +10,8 @@ from toolkit.rules.source import nodes
 ROOMS = ("attention", "draft", "verify")
 # Two layers have several rooms: what all may import, the engine too, and what computes with tensors.
 BASE = {
-    "plain": {"checks", "config", "generation", "grammar", "limits", "options", "screen", "shipped", "startup", "steps"}
-    | {"tables", "__version__"},
+    "plain": {"chat", "checks", "config", "generation", "grammar", "limits", "options", "screen", "shipped", "startup", "steps"}
+    | {"tables", "trees", "__version__"},
     "ops": {"ops", "parallel"},
 }
 MAY_IMPORT = {
@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "engine": {"engine", "plain"},
 }
 # The door's own layers, from the inside out: each may import those before it, and all rooms above; of OUTER not each other.
-DOOR = ("prompts", "loading", "loaded", "session", "lossless", "trace", "decoder")
+DOOR = ("prompts", "loading", "loaded", "session", "lossless", "audit", "trace", "decoder")
 OUTER = ("bench", "serve", "train", "tune", "operators")
 for name in DOOR:
     MAY_IMPORT[name] = {*MAY_IMPORT, name}

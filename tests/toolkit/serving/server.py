@@ -108,6 +108,9 @@ class Served:
     def get(self, path: str, **more: Any) -> httpx.Response:
         return httpx.get(self.url + path, timeout=PATIENCE, verify=False, **more)
 
+    def request(self, method: str, path: str, **more: Any) -> httpx.Response:
+        return httpx.request(method, self.url + path, timeout=PATIENCE, verify=False, **more)
+
     def connect(self, receive_buffer: int | None = None) -> socket.socket:
         """A bare connection, for requests that no client would send.  receive_buffer: bytes that may wait to be read."""
         connection = socket.socket()

@@ -41,7 +41,14 @@ def drawn_trace(chance: random.Random, texts: int) -> Trace:
             tokens += [chance.randrange(7) for _ in range(accepted + 1)]
         made.append(
             TracedText(
-                chance.choice(HOSTILE), 3, tokens, [chance.choice(HOSTILE) for _ in tokens], [0] * len(tokens), "eos", rounds
+                chance.choice(HOSTILE),
+                3,
+                tokens,
+                [chance.choice(HOSTILE) for _ in tokens],
+                [0] * len(tokens),
+                "eos",
+                rounds,
+                sources=[chance.choice(["", "suffix", "drafter+suffix"]) for _ in tokens],
             )
         )
     return Trace({"a": HOSTILE[0]}, {n: chance.choice(HOSTILE) for n in range(120)}, made)

@@ -17,6 +17,12 @@ INVALID: tuple[dict[str, Any], ...] = (
     {"prompt": "", "messages": []}, {"prompt": [1_000_000], "messages": [{"role": "user"}]}, {"key": "wrong"},
 )  # fmt: skip
 
+STRUCTURED: tuple[dict[str, Any], ...] = (  # what a text must be, as a field of its own
+    {"regex": "(The|A) [a-z]{2,7} [a-z]{2,7}\\."},
+    {"grammar": 'start: word (", " word)~1..3\nword: "yes" | "no" | "maybe"'},
+    {"json": {"type": "object", "properties": {"n": {"type": "integer", "minimum": 0}}, "required": ["n"]}},
+)
+
 
 @dataclass(frozen=True)
 class Call:
@@ -48,6 +54,7 @@ class Mix:
 
     texts: prompts are beginnings of these.  vocab_size: of the target.  max_tokens: the most tokens that a call asks for.
     questions: how many different calls there are that have one right text; each comes up again and again.
+    structured: whether some texts must obey a grammar.
     """
 
     model: str
@@ -55,6 +62,7 @@ class Mix:
     vocab_size: int
     max_tokens: int
     questions: int = 60
+    structured: bool = False
 
     def calls(self, first: int, count: int, seed: int) -> list[Call]:
         """Calls number first, first + 1 ...: always the same for the same seed."""
@@ -82,6 +90,8 @@ class Mix:
             body["stop"] = chance.choice([".", ["\n", "the"], " a", ["e", "zz"]])
         if chance.random() < 0.15:
             body["n"] = chance.randint(2, 3)
+        if self.structured and chance.random() < 0.2:
+            body["structured_outputs"] = chance.choice(STRUCTURED)
         return is_chat, body
 
     def _text(self, chance: random.Random) -> str:

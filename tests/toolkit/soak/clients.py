@@ -16,7 +16,7 @@ from toolkit.soak.calls import Call
 
 TIMEOUT = 180.0  # seconds within which every call must end
 REST = 0.3  # seconds; the server asks for longer
-EXTENSIONS = ("top_k", "speculate", "no_such_field")  # what the package's own signatures do not know
+EXTENSIONS = ("top_k", "speculate", "no_such_field", "structured_outputs")  # what the package's own signatures do not know
 
 # answered: whole.  refused: status 4xx.  busy: status 429.  failed: status 5xx, or an error in the stream.  left: the client
 # left.  hung: no end within TIMEOUT.  broken: anything else, such as a connection that was cut or an answer without sense.

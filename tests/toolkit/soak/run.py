@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from specdec import SpecConfig, SpecDecoder, shipped
@@ -21,6 +22,7 @@ from toolkit.soak.clients import Outcome, run_calls
 from toolkit.soak.faults import Faults
 from toolkit.soak.leaks import Held, held, more_of, rss
 from toolkit.soak.server import open_server
+from toolkit.traffic.audit import audited, totals_of
 
 KEY, MODEL = "soak", "soaked"
 KEEP_ALIVE, SETTLED = 7, 90.0  # seconds: of idle connections, which clients close after 5; until everything must be free
@@ -33,6 +35,7 @@ class Plan:
 
     processes: of clients.  pause: steps of the engine between two faults, on average.  max_tokens: the most that a call
     asks for.
+    crowded: whether rows must step back, because the pool holds fewer texts than the batch has rows.
     exact: whether equal calls must get equal texts; in 16 bit two tokens may tie, and then what runs beside decides.
     """
 
@@ -44,12 +47,14 @@ class Plan:
     max_tokens: int
     exact: bool
     seed: int = 0
+    crowded: bool = False
 
 
 @dataclass
 class Report:
     """problems: what must not be; empty after a good run.  differing: of `repeated` calls that came more than once, how many
-    got more than one text.  memory: bytes after each second."""
+    got more than one text.  memory: bytes after each second.  stepped_back: rows that gave their pages to others.  structured:
+    whether some texts had to obey a grammar.  audited: tokens that the decoder's audit compared with the target."""
 
     seconds: float
     ends: dict[str, int]
@@ -58,6 +63,9 @@ class Report:
     differing: int
     problems: list[str]
     memory: list[int]
+    stepped_back: int = 0
+    structured: bool = False
+    audited: int = 0
 
 
 def pair_with_chat(folder: Path, **settings: object) -> SpecDecoder:
@@ -71,10 +79,13 @@ def pair_with_chat(folder: Path, **settings: object) -> SpecDecoder:
 def soak(decoder: SpecDecoder, plan: Plan) -> Report:
     """Runs the plan against a decoder, and closes it."""
     texts = [json.loads(line)["prompt"] for line in shipped.prompts_file().read_text().splitlines()]
-    mix = Mix(MODEL, texts, decoder.model.config.vocab_size, plan.max_tokens)
+    structured = find_spec("llguidance") is not None  # which is an extra
+    mix = Mix(MODEL, texts, decoder.model.config.vocab_size, plan.max_tokens, structured=structured)
     batch = decoder.settings.options.max_batch_size
     driver, options = Driver(decoder), ServeOptions(port=0, model_name=MODEL, api_key=KEY, max_queue=2 * batch)
     faults = Faults(driver, plan.seed)
+    if plan.crowded:
+        driver.expect_short_outputs()
     spawn = multiprocessing.get_context("spawn")
     with open_server(decoder, options, keep_alive=KEEP_ALIVE) as port, ProcessPoolExecutor(plan.processes, spawn) as pool:
         calls = mix.calls(plan.warm_up, plan.calls, plan.seed)  # before memory is looked at
@@ -88,6 +99,7 @@ def soak(decoder: SpecDecoder, plan: Plan) -> Report:
         seconds = time.monotonic() - start
         growth = more_of(before, settled(driver, before, plan.calls), plan.calls)
         driver.assert_nothing_leaked()
+        totals = totals_of(driver)
     repeated, differing = compared(calls, outcomes)
     problems = [*growth, *wrong_ends(calls, outcomes)]
     failed = sum(outcome.end == "failed" for outcome in outcomes)
@@ -95,8 +107,12 @@ def soak(decoder: SpecDecoder, plan: Plan) -> Report:
         problems.append(f"{failed} calls failed after {faults.happened.total()} faults in batches of {batch}")
     if not repeated or (differing and plan.exact):
         problems.append(f"{differing} of {repeated} repeated calls got different texts")
-    ends = Counter(str(outcome.end) for outcome in outcomes)
-    return Report(seconds, dict(ends), dict(faults.happened), repeated, differing, problems, second.memory)
+    if plan.crowded and not totals.stepped_back:
+        problems.append("no row stepped back")
+    if totals.audit_mismatch or (decoder.settings.options.audit and not totals.audit_tokens):
+        problems.append(f"the audit found {totals.audit_mismatch} wrong tokens among {totals.audit_tokens}")
+    ends, more = Counter(str(outcome.end) for outcome in outcomes), (totals.stepped_back, structured, totals.audit_tokens)
+    return Report(seconds, dict(ends), dict(faults.happened), repeated, differing, problems, second.memory, *more)
 
 
 class Run:
@@ -136,6 +152,8 @@ def settled(driver: Driver, before: Held | None, requests: int) -> Held:
         time.sleep(KEEP_ALIVE + 1)
         _first = held()  # stays in memory while the next one is counted, as the one before does later
     while True:
+        if driver.decoder.auditor is not None:
+            audited(driver)
         driver.settle()
         now = held()
         if driver.is_idle and (before is None or not more_of(before, now, requests)):

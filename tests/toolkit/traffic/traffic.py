@@ -6,6 +6,7 @@ The oracle is the request alone, in a decoder of its own without a drafter.
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from specdec import SamplingParams, SpecConfig
@@ -18,7 +19,10 @@ SYSTEM = [(7 * i * i + 3 * i) % 40 for i in range(45)]  # what many prompts begi
 
 
 class World(NamedTuple):
-    """A target and a head of the zoo, settings of a decoder.  kept: how many tokens a kept state must save, at least."""
+    """A target and a head of the zoo, settings of a decoder.  kept: how many tokens a kept state must save, at least.
+
+    head: with the names of other sources after "+", see `Zoo.decoder`; requests then choose among them at random.
+    """
 
     target: str
     head: str | None
@@ -63,8 +67,30 @@ class Traffic:
             options["stop_token_ids"] = [chance.randrange(40)]
         return prompt, SamplingParams(max_tokens=chance.choice([1, 2, 9, 30]), **options)
 
+    def submit(self, speculate: bool, streaming: bool) -> Request:
+        """A request of `ask`; with several sources, some of them, and often a prediction that is wrong here and there."""
+        (prompt, sampling), chance, salt = self.ask(), self.random, None
+        names = () if self.decoder.head is None else self.decoder.head.sources
+        if speculate and len(names) > 1:
+            salt = chance.choice([None, None, "a", "b"])
+            chosen = [name for name in names if chance.random() < 0.5]
+            given: dict[str, Any] = {"sources": chosen or None} if self.decoder.head.takes_choices else {}
+            if chance.random() < 0.5 and ("prediction" in chosen or not chosen):
+                given["prediction"] = [id for id in self.want(prompt, sampling) if chance.random() < 0.9] or [3]
+            elif "prediction" in chosen:
+                given["sources"] = None
+            sampling = replace(sampling, **given)
+        how: dict[str, Any] = {"streaming": streaming, "speculate": speculate, "cache_salt": salt}
+        return self.driver.add(self.decoder.new_request(self.decoder.encode(prompt), sampling, **how))
+
+    def bring_corpus(self) -> None:
+        """Some texts as a corpus, those of the oracle and others."""
+        texts = [self.want(*self.ask()) for _ in range(3)]
+        self.driver.bring_corpus([*texts, *(text[::-1] for text in texts), [5] * 500])
+
     def want(self, prompt: list[int], sampling: SamplingParams) -> list[int]:
         """What it writes alone."""
+        sampling = replace(sampling, prediction=None, sources=None)
         key = (tuple(prompt), sampling)
         if key not in self.texts:
             self.texts[key] = self.alone.generate([prompt], sampling, speculate=False)[0].token_ids
@@ -89,6 +115,8 @@ def drive(traffic: Traffic, events: int) -> tuple[list[tuple[Request, bool]], in
     chance, driver = traffic.random, traffic.driver
     speculating = chance.choice([0.2, 0.7, 0.7, 1.0])
     driver.set_depth(chance.choice([0, 1, 1, 2]))
+    if "corpus" in (traffic.world.head or ""):
+        traffic.bring_corpus()
     with driver.stepping_back(random.Random(events), 0.1):
         asked = disturb(traffic, events, speculating)
     driver.assert_nothing_leaked()
@@ -103,8 +131,7 @@ def disturb(traffic: Traffic, events: int, speculating: float) -> list[tuple[Req
         event = chance.random()
         if event < 0.25:
             speculate = chance.random() < speculating
-            prompt, sampling = traffic.ask()
-            asked.append((driver.submit(prompt, sampling, speculate, streaming=chance.random() < 0.3), speculate))
+            asked.append((traffic.submit(speculate, streaming=chance.random() < 0.3), speculate))
         elif event < 0.32 and asked:
             driver.cancel(chance.choice(asked[-6:])[0])
         elif event < 0.36:

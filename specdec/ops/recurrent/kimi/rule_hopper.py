@@ -18,7 +18,7 @@ import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, warpgroup_mma_wait
 
 from specdec.ops.hopper import barrier, gdc_launch_dependents, gdc_wait
 from specdec.ops.launch import chained
@@ -47,7 +47,13 @@ from specdec.ops.recurrent.kimi_delta import KimiGates
 from specdec.ops.recurrent.shared_triton import EPS, log_decays, strengths
 from specdec.ops.recurrent.states import RuleStates, TreeSteps
 from specdec.ops.recurrent.trees.nodes_hopper import ancestors, coefficients, nodes_above, nodes_layout, squares
-from specdec.ops.recurrent.trees.state_hopper import path_nodes, state_pointers, states_layout
+from specdec.ops.recurrent.trees.state_hopper import (
+    copy_state,
+    path_nodes,
+    shared_states,
+    state_pointers,
+    states_layout,
+)
 
 GROUP, LEVELS = 4, 8  # accepted nodes of the pending path that are read at once; ancestors that are looked at at once
 
@@ -65,7 +71,7 @@ def kimi_rule_hopper_kernel(
     stride_y, stride_a, stride_b, stride_state, stride_k, stride_u, stride_decay,
     N: gl.constexpr, E: gl.constexpr, H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, STEPS: gl.constexpr,
     DEPTH: gl.constexpr, CHAIN: gl.constexpr, P: gl.constexpr, GROUP: gl.constexpr, LEVELS: gl.constexpr,
-    LATE: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
+    LATE: gl.constexpr, COPIED: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     BLOCK_V: gl.constexpr = 16 * num_warps
     BLOCKS: gl.constexpr = V // BLOCK_V
@@ -79,6 +85,9 @@ def kimi_rule_hopper_kernel(
     from_state_SKV, from_k = to_state_SKV + number * stride_state, k_left + number * stride_k + h * K
     from_u, from_decay = u_left + number * stride_u + h * V + first_v, decay_left + number * stride_decay + h * K
     left = read_kimi_path(from_k, from_u, from_decay, path, accepted_nodes, accepted, E, H, K, V, GROUP, num_warps)
+    if COPIED:
+        state_smem = gl.allocate_shared_memory(gl.float32, [K // 16, 16, BLOCK_V], shared_states(num_warps))
+        copy_state(state_smem, state + h * K * V + first_v + number * stride_state, K, V, num_warps)
     if not LATE:
         raw_SKV = gl.load(from_state_SKV, cache_modifier=".cg")
         stored = store_kimi_path(left, GROUP, K, num_warps)
@@ -103,7 +112,9 @@ def kimi_rule_hopper_kernel(
     q_PK = load_channels(y + h * K, stride_y, N, K, P, rows)
     b_P = gl.load(b + row * N * stride_b + h + n_P * stride_b, mask=n_P < N, other=0.0)
     values: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_V, BLOCK_V // 8], [num_warps, 1], [1, 0])
-    v_PV = load_channels(y + 2 * H * K + h * V + first_v, stride_y, N, BLOCK_V, P, values)
+    from_v = y + 2 * H * K + h * V + first_v
+    if not COPIED:
+        v_PV = load_channels(from_v, stride_y, N, BLOCK_V, P, values)
     to_state_SKV += number * stride_state
     if LATE:
         stored = store_kimi_path(left, GROUP, K, num_warps)
@@ -112,9 +123,10 @@ def kimi_rule_hopper_kernel(
         parts = cut_in_halves(state_SKV, of_state, num_warps)
 
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    v_smem = gl.allocate_shared_memory(gl.bfloat16, [P, BLOCK_V], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     squares_smem = gl.allocate_shared_memory(gl.float32, [2 * P], flat)
-    v_smem.store(v_PV)
+    if not COPIED:
+        v_smem = gl.allocate_shared_memory(gl.bfloat16, [P, BLOCK_V], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+        v_smem.store(v_PV)
     decay_PK = log_decays(a_PK, rate, bias_K[None, :])
     unsound_P = gl.sum(decay_PK - decay_PK, 1)  # 0, or NaN of what is not finite
     squares_smem.slice(0, P).store(squares(k_PK) + unsound_P)
@@ -168,15 +180,25 @@ def kimi_rule_hopper_kernel(
     scale_R, length_P = scale_smem.load(gl.SliceLayout(1, pairs)), length_smem.load(gl.SliceLayout(0, pairs))
     lower = coefficients(pairs_RP * scale_R[:, None] * length_P[None, :], P, 2 * P)
     if LATE:
-        raw_SKV = gl.load(from_state_SKV, cache_modifier=".cg")
+        if COPIED:
+            async_copy.wait_group(0)
+            barrier()
+            raw_SKV = state_smem.load(states)
+        else:
+            raw_SKV = gl.load(from_state_SKV, cache_modifier=".cg")
         state_SKV = with_kimi_path(
             raw_SKV, stored, left[0], from_k, from_u, from_decay, path, accepted, E, H, K, V, GROUP, states, num_warps
         )  # fmt: skip
         gl.store(to_state_SKV, state_SKV)
         parts = cut_in_halves(state_SKV, of_state, num_warps)
         products_VR = multiplied_halves(parts, high_smem, low_smem, products_VR)
+    if COPIED:
+        v_PV = load_channels(from_v, stride_y, N, BLOCK_V, P, values)  # late, for want of shared memory
     products_VR, _, _, _, _ = warpgroup_mma_wait(0, deps=(products_VR, parts[0], parts[1], high_smem, low_smem))
     barrier()  # what follows may lie where other warps' products still read keys and queries
+    if COPIED:
+        v_smem = gl.allocate_shared_memory(gl.bfloat16, [P, BLOCK_V], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+        v_smem.store(v_PV)
 
     products_VR *= factor_smem.load(gl.SliceLayout(0, of_state))[None, :]
     to_u, to_out = u_left + number * stride_u + h * V + first_v, out + row * N * H * V + h * V + first_v
@@ -196,5 +218,5 @@ def launch_kimi_trees_hopper(
         y_TC.stride(0), gates.a_TC.stride(0), gates.b_TH.stride(0), *(each.stride(0) for each in memory), N=N, E=E, H=H, K=K,
         V=V, STEPS=steps.max_depth.bit_length(), DEPTH=steps.max_depth, CHAIN=steps.is_chain,
         P=max(16, triton.next_power_of_2(N)), GROUP=min(GROUP, triton.next_power_of_2(E)), LEVELS=LEVELS,
-        LATE=tiles.late, num_warps=tiles.warps, **limit, **chained(y_TC.device),
+        LATE=tiles.late, COPIED=tiles.copied, num_warps=tiles.warps, **limit, **chained(y_TC.device),
     )  # fmt: skip

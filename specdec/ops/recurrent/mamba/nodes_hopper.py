@@ -61,9 +61,9 @@ def two_parts(state_SKV, products_layout: gl.constexpr, num_warps: gl.constexpr)
 
 
 @gluon.jit
-def multiplied(parts, right_KP, products_VP, IS_FIRST: gl.constexpr):
-    """products plus those of a state's rows, at which the tensor cores may still be at work.  IS_FIRST: products are zeros."""
-    products_VP = warpgroup_mma(parts[0], right_KP, products_VP, use_acc=not IS_FIRST, is_async=True)
+def multiplied(parts, right_KP, products_VP):
+    """Products with a state, at which the tensor cores may still be at work.  products_VP: zeros."""
+    products_VP = warpgroup_mma(parts[0], right_KP, products_VP, use_acc=False, is_async=True)
     return warpgroup_mma(parts[1], right_KP, products_VP, is_async=True)
 
 

@@ -21,28 +21,23 @@ WIDTH = 128  # of keys
 class SsdHopperTiles(NamedTuple):
     """registers: of a thread, at most; 0: as many as the compiler wants.
 
-    slices: 0: the state is cut into parts of 16 bits before the wait; else its rows are, after it, in so many steps, for which
-    fewer registers do.
-    at_once: whether the wait comes before the pending path is added, so that everything is loaded at once.  It is for passes of
-    more programs than fit on a GPU, of which only the first ones have anything to wait for.
+    copied: whether the state goes to shared memory while nodes are worked on, and comes last.
     """
 
     registers: int = 0
-    slices: int = 0
-    at_once: bool = False
+    copied: bool = False
 
 
 def ssd_hopper_tiles(sequences: int, nodes: int, heads: int, width: int) -> SsdHopperTiles:
     """The fastest of those that benchmarks/layers/recurrent.py tries, on an H200.  width: of values.
 
-    Microseconds at Nemotron-3-Nano's widths, and what their bytes take: 1 row of 6 nodes 3.5 (1.1), of 32 4.3 (1.4), 8 rows of
-    32 nodes 17 (11), 32 rows of 6 nodes 48 (34), of 32 58 (45), of 60 83 (58).  Of those 58, 57 are left without products and
-    outputs, 46 if no state is written, 44 if none is read: all that matters is how states come and go, and in whole
-    lines, through shared memory, they did not come faster (59).
+    Microseconds at Nemotron-3-Nano's widths, and what their bytes take: 1 row of 6 nodes 3.5 (1.1), of 32 4.7 (1.4), 8 rows of
+    32 nodes 17 (11), 32 rows of 6 nodes 43 (34), of 32 57 (45), of 60 77 (58).  With states in registers from the beginning
+    the last three take 46, 57 and 82.  To move 32 rows' states alone takes 36, by torch's copy 34.
     """
     if sequences * heads * width // 64 <= 4 * 132:  # programs: about as many as an H200 runs in two turns
         return SsdHopperTiles()
-    return SsdHopperTiles(128, 2, True) if nodes <= 16 else SsdHopperTiles(0, 1, True)
+    return SsdHopperTiles(128 if nodes <= 16 else 168, True)
 
 
 def takes(y_TC: Tensor, layer: RuleStates, nodes: int) -> bool:

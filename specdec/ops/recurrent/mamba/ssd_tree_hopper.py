@@ -12,6 +12,8 @@ What are numbers of 32 bits, the state and A, goes in as two of 16, whose sum ha
 which are rounded to 9.  States themselves and what nodes leave are float32's own sums and products.
 
 The first half comes before the wait, as in ssd_tree_triton.py: the state and what nodes left are a round old (state_hopper.py).
+Or the state is on its way into shared memory while nodes are worked on, and comes last (COPIED): where there are more programs
+than fit on a GPU, of which only the first ones have anything to wait for.
 
 Shapes: as of ssd.py; P: nodes that there is room for; R: 64, rows of queries; S: blocks of 16 rows of the state, or nodes.
 """
@@ -49,9 +51,11 @@ from specdec.ops.recurrent.states import RuleStates, TreeSteps
 from specdec.ops.recurrent.trees.nodes_hopper import ancestors, nodes_above, nodes_layout, store_keys
 from specdec.ops.recurrent.trees.state_hopper import (
     as_operand,
+    copy_state,
     path_nodes,
-    pieces_of,
     places,
+    read_path,
+    shared_states,
     state_pointers,
     states_layout,
     with_path,
@@ -73,8 +77,7 @@ def ssd_tree_hopper_kernel(
     out,  # [B * N, H, V]
     stride_y, stride_dt, stride_state, stride_k, stride_u, stride_decay,
     N: gl.constexpr, E: gl.constexpr, G: gl.constexpr, H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, STEPS: gl.constexpr,
-    CHAIN: gl.constexpr, P: gl.constexpr, GROUP: gl.constexpr, SLICES: gl.constexpr, AT_ONCE: gl.constexpr, PDL: gl.constexpr,
-    num_warps: gl.constexpr,
+    CHAIN: gl.constexpr, P: gl.constexpr, GROUP: gl.constexpr, COPIED: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     BLOCK_V: gl.constexpr = 16 * num_warps
     BLOCKS: gl.constexpr = V // BLOCK_V
@@ -93,53 +96,57 @@ def ssd_tree_hopper_kernel(
     accepted_nodes = path_nodes(path, E, GROUP)
     rate, bias, skip = gl.load(A_log + h).to(gl.float32), gl.load(dt_bias + h).to(gl.float32), gl.load(D + h).to(gl.float32)
     to_state_SKV = state_pointers(state + h * K * V + first_v, K, V, states)
-    state_SKV = gl.load(to_state_SKV + number * stride_state, cache_modifier=".cg")
     from_k, from_u = k_left + number * stride_k + g * K, u_left + number * stride_u + own_v
     from_decay = decay_left + number * stride_decay + h
-    if AT_ONCE:
+    if COPIED:
         if PDL:
             gdc_wait()
             gdc_launch_dependents()
-        number = gl.load(write + row)
+        written = gl.load(write + row)
         inputs = _read_nodes(
             own_y, own_dt, stride_y, stride_dt, g, own_v, q_smem, k_smem, N, G, K, P, rows, values, nodes
         )  # fmt: skip
-    state_SKV = with_path(
-        state_SKV, from_k, from_u, from_decay, path, accepted_nodes, accepted, E, G, H, K, V, GROUP, states, num_warps
-    )
+        state_smem = gl.allocate_shared_memory(gl.float32, [K // 16, 16, BLOCK_V], shared_states(num_warps))
+        copy_state(state_smem, state + h * K * V + first_v + number * stride_state, K, V, num_warps)
+    else:
+        state_SKV = gl.load(to_state_SKV + number * stride_state, cache_modifier=".cg")
+    on_path = read_path(
+        from_k, from_u, from_decay, path, accepted_nodes, accepted, E, G, H, K, V, GROUP, states, num_warps
+    )  # fmt: skip
+    if not COPIED:
+        state_SKV = with_path(
+            state_SKV, on_path, from_k, from_u, from_decay, path, accepted, E, G, H, K, V, GROUP, states, num_warps
+        )
     bits_P, above = ancestors(above_P, STEPS, P, num_warps)
-    if SLICES == 0:
+    if not COPIED:
         parts = two_parts(state_SKV, of_state, num_warps)
-    if not AT_ONCE:
         if PDL:
             gdc_wait()
             gdc_launch_dependents()
-        number = gl.load(write + row)
+        written = gl.load(write + row)
         inputs = _read_nodes(
             own_y, own_dt, stride_y, stride_dt, g, own_v, q_smem, k_smem, N, G, K, P, rows, values, nodes
         )  # fmt: skip
     x_SPV, dt_P = inputs
-    gl.store(to_state_SKV + number * stride_state, state_SKV)
-    async_copy.wait_group(0)
+    number = written
+    if not COPIED:
+        gl.store(to_state_SKV + number * stride_state, state_SKV)
+    async_copy.wait_group(1 if COPIED else 0)
     fence_async_shared()
     barrier()
     q_KP, keys_KP = q_smem.slice(0, P, 0).permute((1, 0)), k_smem.permute((1, 0))
     similar_RP = warpgroup_mma(q_smem, keys_KP, gl.zeros([64, P], gl.float32, between), use_acc=False, is_async=True)
     products_VP = gl.zeros([BLOCK_V, P], gl.float32, of_state)
-    if SLICES > 0:
-        pieces = pieces_of(state_SKV, SLICES)
-        parts = two_parts(pieces[0], of_state, num_warps)
-        products_VP = multiplied(parts, q_KP.slice(0, K // SLICES), products_VP, True)
-    else:
-        products_VP = multiplied(parts, q_KP, products_VP, True)
+    if not COPIED:
+        products_VP = multiplied(parts, q_KP, products_VP)
 
     # While the tensor cores work.
     to_k = k_left + number * stride_k + g * K
-    store_keys(own_y + (G + g) * K, to_k, stride_y, N, G, K, H // G * BLOCKS, False, rows, num_warps)
+    store_keys(k_smem, to_k, N, G, K, H // G * BLOCKS, False, rows)
     n_P = gl.arange(0, P, nodes)
     step_P = softplus(dt_P.to(gl.float32) + bias)
     decay_P = gl.exp(rate) * step_P
-    similar_RP = warpgroup_mma_wait(2, deps=(similar_RP,))
+    similar_RP = warpgroup_mma_wait(0 if COPIED else 2, deps=(similar_RP,))
     # Numbers of a node that are not finite may reach those below it alone: `rule.without_broken`.  Of a query or a key they
     # show in the node's product with itself.
     sound_P = (gl.abs(diagonal(similar_RP, P, nodes)) < float("inf")) & (decay_P < float("inf"))
@@ -163,11 +170,30 @@ def ssd_tree_hopper_kernel(
     x_VP = as_operand(without_marks(marked_SPV), of_state, num_warps)
     fence_async_shared()
     barrier()
+    if COPIED:
+        async_copy.wait_group(0)
+        barrier()
+        state_SKV = with_path(
+            state_smem.load(states),
+            on_path,
+            from_k,
+            from_u,
+            from_decay,
+            path,
+            accepted,
+            E,
+            G,
+            H,
+            K,
+            V,
+            GROUP,
+            states,
+            num_warps,
+        )
+        gl.store(to_state_SKV + number * stride_state, state_SKV)
+        parts = two_parts(state_SKV, of_state, num_warps)
+        products_VP = multiplied(parts, q_KP, products_VP)
     products_VP, _, _, _ = warpgroup_mma_wait(0, deps=(products_VP, parts[0], parts[1], q_smem))
-    for piece in gl.static_range(1, SLICES):
-        parts = two_parts(pieces[piece], of_state, num_warps)
-        products_VP = multiplied(parts, q_KP.slice(piece * (K // SLICES), K // SLICES), products_VP, False)
-        products_VP, _, _, _ = warpgroup_mma_wait(0, deps=(products_VP, parts[0], parts[1], q_smem))
     products_VP *= facts[2].load(gl.SliceLayout(0, of_state))[None, :]
     products_VP = warpgroup_mma(x_VP, first_smem.slice(0, P, 0).permute((1, 0)), products_VP, is_async=True)
     products_VP = warpgroup_mma(x_VP, second_smem.slice(0, P, 0).permute((1, 0)), products_VP, is_async=True)
@@ -215,6 +241,6 @@ def launch_ssd_tree_hopper(
         y_TC, *gates, *memory, steps.read_B, steps.write_B, steps.count_B, steps.path_BE, steps.parents_BN, out_THV,
         y_TC.stride(0), gates.dt_TH.stride(0), *(each.stride(0) for each in memory), N=N, E=E, G=G, H=H, K=K, V=V,
         STEPS=steps.max_depth.bit_length(), CHAIN=steps.is_chain, P=max(16, triton.next_power_of_2(N)),
-        GROUP=min(GROUP, triton.next_power_of_2(E)), SLICES=tiles.slices, AT_ONCE=tiles.at_once, num_warps=WARPS,
+        GROUP=min(GROUP, triton.next_power_of_2(E)), COPIED=tiles.copied, num_warps=WARPS,
         **limit, **chained(y_TC.device),
     )  # fmt: skip

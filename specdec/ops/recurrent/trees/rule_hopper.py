@@ -22,7 +22,12 @@ import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from specdec.ops.hopper import barrier, gdc_launch_dependents, gdc_wait
 from specdec.ops.launch import chained
@@ -43,10 +48,13 @@ from specdec.ops.recurrent.trees.nodes_hopper import (
 )
 from specdec.ops.recurrent.trees.state_hopper import (
     by_column,
+    copy_state,
     cut,
-    halves,
     multiplied,
     path_nodes,
+    pieces_of,
+    read_path,
+    shared_states,
     state_pointers,
     states_layout,
     with_path,
@@ -69,7 +77,7 @@ def tree_rule_hopper_kernel(
     stride_y, stride_a, stride_b, stride_state, stride_k, stride_u, stride_decay,
     N: gl.constexpr, E: gl.constexpr, G: gl.constexpr, H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, STEPS: gl.constexpr,
     CHAIN: gl.constexpr, P: gl.constexpr, GROUP: gl.constexpr, SLICES: gl.constexpr, TURNS: gl.constexpr, MOST: gl.constexpr,
-    PDL: gl.constexpr, num_warps: gl.constexpr,
+    COPIED: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     BLOCK_V: gl.constexpr = 16 * num_warps
     BLOCKS: gl.constexpr = V // BLOCK_V
@@ -82,11 +90,20 @@ def tree_rule_hopper_kernel(
     path, above_P = path + row * E, nodes_above(parents + row * N, N, CHAIN, P, num_warps)
     accepted_nodes, rate, bias = path_nodes(path, E, GROUP), gl.load(A_log + h), gl.load(dt_bias + h)
     to_state_SKV = state_pointers(state + h * K * V + first_v, K, V, states)
-    raw_SKV = gl.load(to_state_SKV + number * stride_state, cache_modifier=".cg")
-    state_SKV = with_path(
-        raw_SKV, k_left + number * stride_k + g * K, u_left + number * stride_u + h * V + first_v,
-        decay_left + number * stride_decay + h, path, accepted_nodes, accepted, E, G, H, K, V, GROUP, states, num_warps,
+    if COPIED:
+        state_smem = gl.allocate_shared_memory(gl.float32, [K // 16, 16, BLOCK_V], shared_states(num_warps))
+        copy_state(state_smem, state + h * K * V + first_v + number * stride_state, K, V, num_warps)
+    else:
+        raw_SKV = gl.load(to_state_SKV + number * stride_state, cache_modifier=".cg")
+    from_k, from_u = k_left + number * stride_k + g * K, u_left + number * stride_u + h * V + first_v
+    from_decay = decay_left + number * stride_decay + h
+    on_path = read_path(
+        from_k, from_u, from_decay, path, accepted_nodes, accepted, E, G, H, K, V, GROUP, states, num_warps
     )  # fmt: skip
+    if not COPIED:
+        state_SKV = with_path(
+            raw_SKV, on_path, from_k, from_u, from_decay, path, accepted, E, G, H, K, V, GROUP, states, num_warps
+        )
     bits_P, above = ancestors(above_P, STEPS, P, num_warps)
     if SLICES == 0:
         parts = cut(state_SKV, of_state, num_warps)
@@ -105,7 +122,8 @@ def tree_rule_hopper_kernel(
     n_N, v_V = gl.arange(0, P, gl.SliceLayout(1, values)), gl.arange(0, BLOCK_V, gl.SliceLayout(0, values))
     from_v_PV = y + 2 * G * K + h * V + first_v + n_N[:, None] * stride_y + v_V[None, :]
     v_PV = gl.load(from_v_PV, mask=(n_N < N)[:, None], other=0.0)
-    gl.store(to_state_SKV + number * stride_state, state_SKV)
+    if not COPIED:
+        gl.store(to_state_SKV + number * stride_state, state_SKV)
 
     kq_smem = gl.allocate_shared_memory(gl.bfloat16, [R, K], gl.NVMMASharedLayout(128, 16, 2))
     v_smem = gl.allocate_shared_memory(gl.bfloat16, [P, BLOCK_V], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
@@ -119,18 +137,17 @@ def tree_rule_hopper_kernel(
     keys_KP, kq_KR = kq_smem.slice(0, P, 0).permute((1, 0)), kq_smem.slice(0, 2 * P, 0).permute((1, 0))
     similar_RP = warpgroup_mma(kq_smem, keys_KP, gl.zeros([R, P], gl.float32, between), use_acc=False, is_async=True)
     products_VR = gl.zeros([BLOCK_V, 2 * P], gl.float32, of_state)
-    if SLICES == 2:
-        first_SKV, second_SKV = halves(state_SKV)
-        parts = cut(first_SKV, of_state, num_warps)
-        products_VR = multiplied(parts, kq_KR.slice(0, K // 2), products_VR, True)
-    else:
-        if SLICES == 1:
-            parts = cut(state_SKV, of_state, num_warps)
-        products_VR = multiplied(parts, kq_KR, products_VR, True)
+    if not COPIED:
+        if SLICES > 0:
+            pieces = pieces_of(state_SKV, SLICES)
+            parts = cut(pieces[0], of_state, num_warps)
+            products_VR = multiplied(parts, kq_KR.slice(0, K // SLICES), products_VR, True)
+        else:
+            products_VR = multiplied(parts, kq_KR, products_VR, True)
 
     # While the tensor cores work.
     to_k = k_left + number * stride_k + g * K
-    store_keys(y + G * K + g * K, to_k, stride_y, N, G, K, H // G * BLOCKS, True, rows, num_warps)
+    store_keys(kq_smem.slice(0, P), to_k, N, G, K, H // G * BLOCKS, True, rows)
     k_squares, q_squares = squares_smem.slice(0, P).load(nodes), squares_smem.slice(P, P).load(nodes)
     decay_P, beta_P = log_decays(a_P, rate, bias), strengths(b_P, MOST)
     # Numbers of a node that are not finite may reach those below it alone: `gated_delta.without_broken`.
@@ -144,12 +161,23 @@ def tree_rule_hopper_kernel(
     k_length = gl.where(sound_P, gl.rsqrt(k_squares + EPS), 0.0)
     beta_P = gl.where(sound_P, beta_P, 0.0)
     scales, fade_RP, factor_smem, beta_smem = facts(sound_P, summed_P, beta_P, q_length, k_length, bits_P, P, R, between)
-    similar_RP = warpgroup_mma_wait(3, deps=(similar_RP,))
+    similar_RP = warpgroup_mma_wait(0 if COPIED else 3, deps=(similar_RP,))
     similar_RP = gl.where(fade_RP != 0, similar_RP * scales[0][:, None] * scales[1][None, :] * fade_RP, 0.0)
     lower = coefficients(similar_RP, P, R)
+    if COPIED:
+        async_copy.wait_group(0)
+        barrier()
+        raw_SKV = state_smem.load(states)
+        state_SKV = with_path(
+            raw_SKV, on_path, from_k, from_u, from_decay, path, accepted, E, G, H, K, V, GROUP, states, num_warps
+        )
+        gl.store(to_state_SKV + number * stride_state, state_SKV)
+        pieces = pieces_of(state_SKV, SLICES)
+        parts = cut(pieces[0], of_state, num_warps)
+        products_VR = multiplied(parts, kq_KR.slice(0, K // SLICES), products_VR, True)
     products_VR, _, _, _, _ = warpgroup_mma_wait(0, deps=(products_VR, parts[0], parts[1], parts[2], kq_smem))
     if SLICES == 2:
-        parts = cut(second_SKV, of_state, num_warps)
+        parts = cut(pieces[1], of_state, num_warps)
         products_VR = multiplied(parts, kq_KR.slice(K // 2, K // 2), products_VR, False)
         products_VR, _, _, _, _ = warpgroup_mma_wait(0, deps=(products_VR, parts[0], parts[1], parts[2], kq_smem))
     barrier()  # what follows may lie where other warps' products still read keys and queries
@@ -174,5 +202,5 @@ def launch_tree_rule_hopper(
         y_TC.stride(0), gates.a_TH.stride(0), gates.b_TH.stride(0), *(each.stride(0) for each in memory), N=N, E=E, G=G, H=H,
         K=K, V=V, STEPS=steps.max_depth.bit_length(), CHAIN=steps.is_chain, P=max(16, triton.next_power_of_2(N)),
         GROUP=min(GROUP, triton.next_power_of_2(E)), SLICES=tiles.slices, TURNS=tiles.turns, MOST=gates.most,
-        num_warps=tiles.warps, **limit, **chained(y_TC.device),
+        COPIED=tiles.copied, num_warps=tiles.warps, **limit, **chained(y_TC.device),
     )  # fmt: skip

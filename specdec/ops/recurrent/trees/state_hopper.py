@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma
 
-from specdec.ops.hopper import barrier
+from specdec.ops.hopper import barrier, copy_to_shared
 
 
 @gluon.constexpr_function
@@ -31,6 +31,29 @@ def states_layout(num_warps, rows=128):
     lanes = [[0, 2, 0], [0, 4, 0], [0, 0, 2], [0, 0, 4], [0, 0, 8]]
     warps = [[0, 0, 16], [0, 0, 32], [0, 0, 64]][: num_warps.bit_length() - 1]
     return gl.DistributedLinearLayout(registers, lanes, warps, [], [rows // 16, 16, 16 * num_warps])
+
+
+@gluon.constexpr_function
+def shared_states(num_warps):
+    """How [S, 16, V] lies in shared memory for `copy_state`: lanes of `states_layout` that read at once meet in no bank."""
+    return gl.SwizzledSharedLayout(8, 2, 4, [2, 1, 0])
+
+
+@gluon.constexpr_function
+def _copies_layout(num_warps):
+    across = min(32, 4 * num_warps)  # lanes beside each other, of 4 columns
+    return gl.BlockedLayout([1, 1, 4], [1, 32 // across, across], [1, num_warps, 1], [2, 1, 0])
+
+
+@gluon.jit
+def copy_state(state_smem, state, K: gl.constexpr, V: gl.constexpr, num_warps: gl.constexpr):
+    """Sends a state on its way into shared memory, while its program does other work without registers for it."""
+    layout: gl.constexpr = _copies_layout(num_warps)
+    s = gl.arange(0, K // 16, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None][:, :, None]
+    k = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :][:, :, None]
+    v = gl.arange(0, 16 * num_warps, gl.SliceLayout(0, gl.SliceLayout(0, layout)))[None, :][None, :, :]
+    copy_to_shared(state_smem, state + k * V + v + s * (16 * V))
+    async_copy.commit_group()
 
 
 @gluon.constexpr_function
@@ -75,18 +98,27 @@ def end_of_path(path, nodes, accepted, E: gl.constexpr, GROUP: gl.constexpr):
 
 
 @gluon.jit
+def read_path(
+    k_left, u_left, decay_left, path, nodes, accepted, E: gl.constexpr, G: gl.constexpr, H: gl.constexpr, K: gl.constexpr,
+    V: gl.constexpr, GROUP: gl.constexpr, layout: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """(the log-decay at the path's end, what the first GROUP nodes of it add).  Arguments: as of `with_path`."""
+    end = end_of_path(path, nodes, accepted, E, GROUP)
+    last = gl.load(decay_left + end * H, mask=accepted > 0, other=0.0, cache_modifier=".cg")
+    return last, _read_path(k_left, u_left, decay_left, nodes, accepted, G, H, K, V, GROUP, layout, num_warps)
+
+
+@gluon.jit
 def with_path(
-    raw_SKV, k_left, u_left, decay_left, path, nodes, accepted, E: gl.constexpr, G: gl.constexpr, H: gl.constexpr,
+    raw_SKV, read, k_left, u_left, decay_left, path, accepted, E: gl.constexpr, G: gl.constexpr, H: gl.constexpr,
     K: gl.constexpr, V: gl.constexpr, GROUP: gl.constexpr, layout: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """The state with what the pending path adds.  The pointers: at their number, head and first column.  nodes: `path_nodes`.
 
-    All loads for the first GROUP nodes are on their way before the state is needed.
+    read: what `read_path` gave, whose loads are on their way before the state is needed.
     """
     smem = gl.allocate_shared_memory(gl.float32, [GROUP, K], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    end = end_of_path(path, nodes, accepted, E, GROUP)
-    last = gl.load(decay_left + end * H, mask=accepted > 0, other=0.0, cache_modifier=".cg")
-    left = _read_path(k_left, u_left, decay_left, nodes, accepted, G, H, K, V, GROUP, layout, num_warps)
+    last, left = read
     state_SKV = _add_path(raw_SKV * gl.exp(last), left, last, smem, K, GROUP, layout)
     if E > GROUP:
         for first in range(GROUP, accepted, GROUP):

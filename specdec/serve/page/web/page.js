@@ -1,16 +1,10 @@
 "use strict";
 /* The playground: asks the server as any other client does, and shows what comes back and what /metrics says. */
 (() => {
-  const { draw, shown } = SpecdecTree;
+  const { draw } = SpecdecTree, { made, token, depthKeys, sourceKeys } = SpecdecText;
   const at = (id) => document.getElementById(id);
-  const now = { model: "", key: "", rounds: [], pieces: {}, round: -1, follows: true, stopper: null, seen: [] };
+  const now = { model: "", key: "", rounds: [], pieces: {}, round: -1, follows: true, stopper: null, seen: [], deepest: 1, sources: new Set() };
   const MINUTE = 60_000, LOOK = 2000;
-
-  function made(name, properties = {}, ...inside) {
-    const element = Object.assign(document.createElement(name), properties);
-    element.append(...inside);
-    return element;
-  }
 
   const headers = () => ({ "content-type": "application/json", ...(now.key ? { authorization: `Bearer ${now.key}` } : {}) });
   const piece = (token) => (token < 0 ? "not finite" : now.pieces[token] ?? `token ${token}`);
@@ -90,18 +84,21 @@
   /* ---- showing an answer ---- */
 
   function colour(text, said) {
-    if (!said || said.pieces.join("") !== text) return [made("span", { className: said ? kind(said.origins.at(-1)) : "" }, text)];
-    return said.pieces.map((word, i) => made("span", { className: kind(said.origins[i]), title: said.origins[i] ? `drafted, accepted at depth ${said.origins[i]}` : "the target's own" }, word));
+    if (!said) return [made("span", {}, text)];
+    const from = now.sources.size ? said.sources : [];
+    if (said.pieces.join("") !== text) return [token(text, said.origins.at(-1), from.at(-1))];
+    return said.pieces.map((word, i) => token(word, said.origins[i], from[i]));
   }
 
-  const kind = (origin) => `token ${origin ? `d${Math.min(origin, 6)}` : "own"}`;
-
-  function legend() {
-    const keys = [1, 2, 3, 4, 5, 6].map((depth) => made("span", { className: `key d${depth}` }, depth === 1 ? "accepted at depth 1" : depth === 6 ? "6 and deeper" : `${depth}`));
-    at("legend").replaceChildren(...keys, made("span", { className: "key own" }, "the target's own"));
+  /* Grows with what the answer has, so that nothing stands there that it lacks. */
+  function legend(said) {
+    now.deepest = Math.max(now.deepest, ...said.origins);
+    for (const source of said.rounds.flatMap((one) => one.sources)) if (source) now.sources.add(source);
+    at("legend").replaceChildren(...depthKeys(now.deepest), ...sourceKeys(now.sources));
   }
 
   function take(text, said) {
+    if (said) legend(said);
     at("text").append(...colour(text, said));
     if (!said) return;
     Object.assign(now.pieces, said.texts);
@@ -131,7 +128,7 @@
 
   async function run() {
     now.key = at("key").value;
-    Object.assign(now, { rounds: [], pieces: {}, round: -1, follows: true, stopper: new AbortController() });
+    Object.assign(now, { rounds: [], pieces: {}, round: -1, follows: true, stopper: new AbortController(), deepest: 1, sources: new Set() });
     at("error").textContent = "";
     at("text").replaceChildren();
     at("tree").replaceChildren();
@@ -139,7 +136,7 @@
     at("where").textContent = "no round yet";
     at("run").disabled = true;
     at("stop").disabled = false;
-    legend();
+    at("legend").replaceChildren();
     try {
       if (!(await connect())) throw new Error(at("state").textContent);
       const fast = await ask(true, take);
@@ -165,17 +162,17 @@
   function metricsOf(text) {
     const found = {};
     for (const line of text.split("\n")) {
-      const parts = /^(specdec_\w+)(?:\{(\w+)="([^"]*)"\})? ([-+.\deE]+)$/.exec(line);
+      const parts = /^(specdec_\w+)(?:\{(.*)\})? ([-+.\deE]+)$/.exec(line);
       if (!parts) continue;
-      const [, name, , label, value] = parts;
-      if (label === undefined) found[name] = Number(value);
-      else (found[name] ??= {})[label] = Number(value);
+      const [, name, labels, value] = parts, depth = /(?:^|,)depth="(\d+)"/.exec(labels ?? "");
+      if (depth) (found[name] ??= {})[depth[1]] = Number(value);
+      else found[name] = Number(value);
     }
     return found;
   }
 
   function load(found) {
-    const facts = [["running", found.specdec_running], ["waiting", found.specdec_waiting], ["pages used", `${found.specdec_pages_used} of ${found.specdec_pages_total}`], ["accepted of drafted", found.specdec_drafted_total ? `${((100 * found.specdec_accepted_total) / found.specdec_drafted_total).toFixed(0)} %` : "none yet"]];
+    const facts = [["running", found.specdec_running], ["waiting", found.specdec_waiting], ["pages used", `${found.specdec_pages_used} of ${found.specdec_pages}`], ["accepted of drafted", found.specdec_drafted_total ? `${((100 * found.specdec_accepted_total) / found.specdec_drafted_total).toFixed(0)} %` : "none yet"]];
     at("load").replaceChildren(...facts.map(([name, value]) => made("div", {}, made("dt", {}, name), made("dd", {}, String(value)))));
   }
 

@@ -1,4 +1,4 @@
-"""Layers of the DeepSeek families: multi-head latent attention (MLA), dense layers and mixtures of experts.
+"""Multi-head latent attention (MLA), and decoder layers of it: dense ones and mixtures of experts.
 
 Section 2.1 of DeepSeek-V2's paper (arXiv 2405.04434) describes MLA.  The model around them is CausalLM.
 A layer hands its pass's attention latents (attention/latent/mla.py, where it is decided whether the latents of a token are
@@ -24,7 +24,7 @@ from specdec.attention.latent.prep import LatentPrep
 from specdec.attention.sparse.index_store import IndexPrep
 from specdec.attention.sparse.inputs import IndexInputs, SparseLatentInputs
 from specdec.models.causal_lm import PreNormLayer
-from specdec.models.deepseek.config import LATENT_EPS, DeepseekConfig
+from specdec.models.latent.config import LATENT_EPS, LatentConfig
 from specdec.models.layers import RMSNorm
 from specdec.models.linear import ONLY, Linear
 from specdec.models.making import new_weight
@@ -53,7 +53,7 @@ class LatentAttention(nn.Module):
     limits: from which sizes of a pass on it is computed in another form.
     """
 
-    def __init__(self, config: DeepseekConfig, layer: int, in_features: int | None = None) -> None:
+    def __init__(self, config: LatentConfig, layer: int, in_features: int | None = None) -> None:
         super().__init__()
         H, C, R, N, V = config.num_heads, config.latent_rank, config.head_dim, config.nope_dim, config.value_dim
         self.config, self.scoring, self.limits = config, Scoring(scale=config.scale), LIMITS
@@ -98,8 +98,8 @@ class LatentAttention(nn.Module):
         return self.o_proj(attn(layer, inputs, rows_R, self.scoring).flatten(1))
 
 
-class DeepseekLayer(PreNormLayer):
+class LatentLayer(PreNormLayer):
     """A decoder layer with latent attention."""
 
-    def __init__(self, config: DeepseekConfig, index: int) -> None:
+    def __init__(self, config: LatentConfig, index: int) -> None:
         super().__init__(config, LatentAttention(config, index), mlp_of(config, index))

@@ -1,0 +1,142 @@
+"""Chooses finished answers, compares them with the reference while no request is there, and acts on what it finds.
+
+All of it runs on the engine's thread.  The comparison is that of `specdec verify`: a dense pass in a wider dtype, and a bound
+that is measured on the same text.  This module knows no HTTP and no metric's name.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from specdec.audit.idle_pass import Wanted, read_while_idle
+from specdec.batch.masks import masks_of_text
+from specdec.engine.loop import Engine
+from specdec.engine.request import Request
+from specdec.engine.totals import Totals
+from specdec.grammar.library import Grammars
+from specdec.loading.about.machine import versions
+from specdec.loading.resolve import EngineSettings
+from specdec.lossless.choice import GeneratedText
+from specdec.lossless.reference import Judged, ReferenceCheck
+from specdec.lossless.replay import FinishedText, ReplayFile
+from specdec.prompts.tokenizer import Tokenizer
+
+MAX_WAITING = 64  # texts that wait for an idle moment; further ones are skipped
+MAX_FILES = 100  # of one decoder: a fault that shows in every text must not fill a disk
+Tell = Callable[[str], object]
+
+
+def warn(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+
+class Auditor:
+    """The audit of one decoder, whose thread does its work (see `IdleWork`).
+
+    totals: the engine's, where the audit counts.  names: what the decoder was loaded from, for replay files; see `named`.
+    keeps_texts: whether replay files hold the prompt and the output as texts too.  tell: gets a line for each finding.
+    max_waiting: texts that wait; further ones are skipped.  compare: what all ranks run.
+    """
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        totals: Totals,
+        grammars: Grammars,
+        vocab_size: int,
+        tokenizer: Tokenizer,
+    ) -> None:
+        self._settings, self._totals, self._grammars = settings, totals, grammars
+        self._vocab_size, self._tokenizer = vocab_size, tokenizer
+        self.names: dict[str, Any] = {"target": "", "draft": None}
+        self._chance = random.Random()
+        self._waiting: deque[FinishedText] = deque()
+        self._masks: Any = None  # of the first text that waits
+        self.files: list[Path] = []
+        self.keeps_texts, self.max_waiting = False, MAX_WAITING
+        self.compare = read_while_idle
+        self.tell: Tell = warn
+
+    # ---- on the engine's thread ----
+
+    def take(self, request: Request) -> None:
+        """A request has come to its end: its answer is compared if chance says so."""
+        options, output = self._settings.options, request.output
+        if not output.token_ids or self._chance.random() >= options.audit:
+            return
+        if request.num_tokens > options.audit_max_tokens:
+            self._totals.audit_skipped["long"] += 1
+        elif len(self._waiting) >= self.max_waiting:
+            self._totals.audit_skipped["queue"] += 1
+        else:
+            self._waiting.append(FinishedText.of(request))
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting)
+
+    def work(self, engine: Engine[Any], is_wanted: Callable[[], bool]) -> None:
+        """Compares one text.  If somebody comes meanwhile, that ends between two layers, to begin anew later."""
+        finished = self._waiting[0]
+        try:
+            text = self._generated(finished)
+            check = engine.runner.on_all_ranks(self.compare, self._settings, text, Wanted(is_wanted))
+        except Exception as error:  # of any kind, most often too little memory
+            self._done()
+            self._totals.audit_skipped["failed"] += 1
+            self._say(f"the audit could not compare a text of {len(finished.token_ids)} tokens: {type(error).__name__}")
+            if self._settings.options.tensor_parallel_size > 1:  # other ranks may not have got as far: nothing can run any more
+                raise
+            return
+        if check is None:
+            self._totals.audit_interrupted += 1
+            return
+        self._done()
+        self._totals.audit_texts += 1
+        self._totals.audit_tokens += len(finished.token_ids)
+        if wrong := [each for each in check.off if not each.is_explained]:
+            self._found(engine, finished, check, wrong)
+
+    def _done(self) -> None:
+        self._waiting.popleft()
+        self._masks = None
+
+    def _generated(self, finished: FinishedText) -> GeneratedText:
+        """The text as the reference takes it.  The draws of its row are those of `choice`."""
+        choice = finished.choice
+        if self._masks is None and choice.grammar is not None:
+            self._masks = masks_of_text(self._grammars.matcher(choice.grammar), finished.token_ids, self._vocab_size)
+        return GeneratedText(finished.prompt_ids, finished.token_ids, finished.sampling, choice, self._masks)
+
+    def _found(self, engine: Engine[Any], finished: FinishedText, check: ReferenceCheck, wrong: list[Judged]) -> None:
+        """A text holds tokens that the target would not write."""
+        self._totals.audit_mismatch += len(wrong)
+        said = f"the audit found {len(wrong)} of {len(finished.token_ids)} tokens that the target would not write, first at "
+        said += f"output token {wrong[0].index}"
+        if len(self.files) < MAX_FILES:
+            texts = None
+            if self.keeps_texts and self._tokenizer.is_present:
+                decode = self._tokenizer.decode
+                texts = {"prompt": decode(finished.prompt_ids), "output": decode(finished.token_ids)}
+            names = {**self.names, "versions": versions()}
+            try:
+                file = ReplayFile.of(finished, replace(check, off=wrong), self._settings, names, texts)
+                self.files.append(file.write(Path(self._settings.options.audit_folder)))
+                said += f"; replay file: {self.files[-1]}"
+            except Exception as error:  # of any kind, most often a full disk: requests go on
+                said += f"; its replay file could not be written: {getattr(error, 'strerror', None) or type(error).__name__}"
+        if self._settings.options.audit_stop and not engine.scheduler.speculation.is_stopped:
+            engine.scheduler.speculation.is_stopped = True
+            said += "; nothing is drafted any more (audit_stop) until somebody says otherwise"
+        self._say(said)
+
+    def _say(self, said: str) -> None:
+        with suppress(Exception):  # of any kind: whoever is told must not end the engine
+            self.tell(said)

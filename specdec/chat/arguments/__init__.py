@@ -1,0 +1,1 @@
+"""Arguments of calls that are no JSON: which values are written as they are, and how they are read."""

@@ -1,0 +1,76 @@
+"""How far texts follow the paths of other sources than the drafter: what these add to a round, as rounds have shown.
+
+Paths hold on where a drafter gives out, so they have an estimate for each depth, as a chain has; both go on independently of
+each other.  This module knows numbers and the shapes of trees.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
+
+from specdec.config import SpecConfig
+
+MEMORY, MEMORY_ROUNDS = 300.0, 6.0  # as of Acceptance, where these stand
+# What the first token of a path is assumed to be worth, and the next ones where those before them were right; and how many
+# observations that is worth.
+FIRST, NEXT, WEIGHT = 0.15, 0.8, 3.0
+PREDICTED = 0.7  # the first, where requests bring predictions
+NEIGHBOUR = 12.0  # how many observations all depths above one are worth in what is assumed of it
+DOUBT = 0.7  # standard deviations that an optimist adds to what is not known well
+MAX_PROBABILITY = 0.999
+
+
+class PathRates:
+    """Fading counts of rows whose texts reached a depth along such a path, and of those that went on there."""
+
+    def __init__(self, levels: int, first: float = FIRST) -> None:
+        self.first = first
+        self.reached, self.accepted = [0.0] * levels, [0.0] * levels
+
+    def observe(self, shape: SpecConfig, matched: Sequence[int], rounds: int = 1) -> None:
+        """matched: for each row that speculates, how many tokens from the root on such paths had right, in so many rounds.
+
+        A path that was right as deep as the shape's reach tells nothing of what is deeper.  Nor does a tree without spare nodes
+        tell of paths: its few nodes may all be the drafter's.  What is known grows old meanwhile.
+        """
+        fade = math.exp(-len(matched) / max(MEMORY, MEMORY_ROUNDS * len(matched) / rounds))
+        room = min(shape.levels, shape.num_draft_tokens - 1) if shape.spare_nodes else 0
+        for depth in range(len(self.reached)):
+            right = sum(count > depth for count in matched)
+            tried = sum(count >= depth for count in matched) if depth < room else 0
+            self.reached[depth] = self.reached[depth] * fade + tried
+            self.accepted[depth] = self.accepted[depth] * fade + (right if depth < room else 0)
+
+    def rates(self, depths: int, known: int | None = None) -> list[float]:
+        """The probability at each depth that a path goes on being right.  known: depths below it are taken as high as they may
+        well be; None: none is.
+        """
+        found, guess = list[float](), self.first
+        for depth, (reached, accepted) in enumerate(zip(self.reached[:depths], self.accepted[:depths], strict=True)):
+            weight = reached + WEIGHT
+            rate = (accepted + WEIGHT * guess) / weight
+            guess = NEXT if depth == 0 else (accepted + NEIGHBOUR * guess) / (reached + NEIGHBOUR)
+            if known is not None and depth >= known:
+                rate = min(MAX_PROBABILITY, rate + DOUBT * math.sqrt(rate * (1 - rate) / weight))
+            found.append(rate)
+        return found
+
+    def joined(self, chain: Sequence[float], shape: SpecConfig, known: int | None = None) -> float:
+        """Tokens of a round, the bonus token included.  chain: how likely the levels of the drafter are, by level."""
+        depths = min(shape.levels, shape.num_draft_tokens - 1)
+        of_paths = list(accumulate(self.rates(depths, known), mul))
+        of_drafter = [*accumulate(chain, mul), *[0.0] * depths][:depths]
+        return 1 + sum(1 - (1 - p) * (1 - q) for p, q in zip(of_drafter, of_paths, strict=True))
+
+
+def known_depths(shape: SpecConfig | None) -> int | None:
+    """Of how many depths of paths rounds of the shape that runs tell; None: of all, as far as anybody knows."""
+    return None if shape is None else shape.levels if shape.spare_nodes else 0
+
+
+def matched(sources: Sequence[int]) -> int:
+    """How many of the first accepted tokens others than the drafter, whose bit is 1, proposed.  sources: see Emitted."""
+    return next((place for place, bits in enumerate(sources) if bits < 2), len(sources))

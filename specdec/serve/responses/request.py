@@ -1,0 +1,135 @@
+"""Turns the body of /v1/responses into that of a chat.  Knows no decoder: the chat's own reader checks what the values hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from specdec.checks import shown
+from specdec.serve.responses.history import read_input
+from specdec.serve.wire.errors import ApiError, wrong
+from specdec.serve.wire.fields import EXTENSIONS, SAMPLING_FIELDS, SILENT_FIELDS, UNSUPPORTED, only_used
+
+RESPONSES = "/v1/responses"
+HISTORY = "this server keeps no responses; nearest thing that works: send the whole history as input"
+# Fields that would need a memory of responses, or a service that is none of this server's.
+ELSEWHERE = {
+    "previous_response_id": HISTORY,
+    "conversation": HISTORY,
+    "store": f"store=true asks to keep the response, and {HISTORY}, and store=false",
+    "background": "answers are sent as they are made; nearest setting that works: background=false",
+    "prompt": "this server keeps no prompts; nearest thing that works: instructions and input",
+}
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **{name: (False,) if name in ("store", "background") else () for name in ELSEWHERE},
+    "truncation": ("disabled",), "max_tool_calls": (), "moderation": (), "context_management": (), "background_options": (),
+    "access_programs": (), "image": (),
+}  # fmt: skip
+# Of the chat's fields, those that mean the same here.
+SAME = tuple(
+    name
+    for name in dict.fromkeys((*SAMPLING_FIELDS, *EXTENSIONS))
+    if name not in ("return_origins", "return_trees", "return_token_ids", "prompt_logprobs", "continue_final_message",
+                    "add_generation_prompt", "stop")
+)  # fmt: skip
+USED = (
+    "model", "input", "instructions", "tools", "tool_choice", "parallel_tool_calls", "max_output_tokens", "text", "reasoning",
+    "stream", "stream_options", "include", "top_logprobs", "stop", *SAME,
+)  # fmt: skip
+LOGPROBS, ENCRYPTED = (
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+)  # what may be included; nothing is encrypted
+# How errors about a chat's fields are to call them.
+CALLED = {
+    "messages": "input", "max_tokens": "max_output_tokens", "response_format.json_schema": "text.format",
+    "response_format": "text.format", "reasoning_effort": "reasoning.effort",
+}  # fmt: skip
+
+
+def chat_body(body: dict[str, Any], lenient: bool = False) -> dict[str, Any]:
+    """The body of the chat that is asked for.  ApiError 400 with the name of the field that is wrong."""
+    body = {name: value for name, value in body.items() if name not in SILENT_FIELDS or name in ELSEWHERE}
+    for name, why in ELSEWHERE.items():
+        if body.get(name) not in (None, False):
+            raise wrong(name, f"{name} can't be used: {why}", UNSUPPORTED)
+    if lenient:
+        body = {name: value for name, value in body.items() if name in USED}
+    values = only_used(body, USED, NEUTRAL, "")
+    chat = {name: values[name] for name in ("model", "parallel_tool_calls", "stream", "stop", *SAME) if name in values}
+    chat["messages"] = read_input(values.get("input"), values.get("instructions"))
+    if (tools := values.get("tools")) is not None:
+        chat["tools"] = _tools(tools)
+    if (choice := values.get("tool_choice")) is not None:
+        chat["tool_choice"] = _choice(choice)
+    if "max_output_tokens" in values:
+        chat["max_tokens"] = values["max_output_tokens"]
+    if (form := _text_format(values.get("text"))) is not None:
+        chat["response_format"] = form
+    if (reasoning := values.get("reasoning")) is not None:
+        told = _object("reasoning", reasoning, ("effort", "summary", "generate_summary"))  # a thought is given whole
+        if "effort" in told:
+            chat["reasoning_effort"] = told["effort"]
+    if "stream_options" in values:
+        _object("stream_options", values["stream_options"], ("include_obfuscation",))
+    if _includes_logprobs(values.get("include")):
+        chat |= {"logprobs": True, "top_logprobs": values.get("top_logprobs", 0)}
+    elif values.get("top_logprobs"):
+        raise wrong("top_logprobs", f"top_logprobs needs include; nearest setting that works: include={[LOGPROBS]}")
+    return chat
+
+
+def rename(error: ApiError) -> None:
+    """Gives an error about the chat the names of this endpoint's fields."""
+    param = error.param or ""
+    for chat, own in CALLED.items():
+        if param == chat or param.startswith((f"{chat}.", f"{chat}[")):
+            error.param, error.message = own + param.removeprefix(chat), error.message.replace(chat, own)
+            return
+
+
+def _object(name: str, value: Any, used: tuple[str, ...]) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise wrong(name, f"{name} must be an object, got {shown(value)}")
+    return only_used(value, used, {}, f"{name}.")
+
+
+def _tools(value: Any) -> Any:
+    """The tools as a chat has them.  What is wrong with a function the chat's reader says."""
+    if not isinstance(value, list):
+        raise wrong("tools", f"tools must be a list, got {shown(value)}")
+    return [_tool(each, f"tools[{index}]") for index, each in enumerate(value)]
+
+
+def _tool(value: Any, name: str) -> Any:
+    if not isinstance(value, dict) or value.get("type") != "function":
+        expected = (
+            f'{name} must be {{"type": "function", "name": ..., "parameters": {{...}}}}: this server runs no tools itself'
+        )
+        raise wrong(name, f"{expected}; got {shown(value)}")
+    told = only_used(value, ("type", "name", "description", "parameters", "strict"), {}, f"{name}.")
+    return {"type": "function", "function": {key: each for key, each in told.items() if key != "type"}}
+
+
+def _choice(value: Any) -> Any:
+    if isinstance(value, dict) and value.get("type") == "function" and isinstance(value.get("name"), str):
+        return {"type": "function", "function": {"name": value["name"]}}
+    return value
+
+
+def _text_format(value: Any) -> dict[str, Any] | None:
+    if value is None:
+        return None
+    form = _object("text", value, ("format", "verbosity")).get("format")
+    if form is None or not isinstance(form, dict) or form.get("type") != "json_schema":
+        return form
+    told = only_used(form, ("type", "name", "description", "schema", "strict"), {}, "text.format.")
+    return {"type": "json_schema", "json_schema": {key: each for key, each in told.items() if key != "type"}}
+
+
+def _includes_logprobs(value: Any) -> bool:
+    if value is None:
+        return False
+    known = (LOGPROBS, ENCRYPTED)
+    if not isinstance(value, list) or any(each not in known for each in value):
+        raise wrong("include", f"include must be a list of some of {', '.join(known)}, got {shown(value)}", UNSUPPORTED)
+    return LOGPROBS in value

@@ -1,0 +1,1 @@
+"""The endpoints that turn texts into ids and back."""

@@ -1,0 +1,1 @@
+"""What a tree is before it has tokens: its shape."""

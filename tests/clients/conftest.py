@@ -1,0 +1,49 @@
+"""Programs that others wrote, against the server.
+
+Without SPECDEC_CLIENTS=1 these tests skip; with it, as in CI's step "clients", one that is not installed is a failure.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from toolkit.serving.server import Served
+
+from specdec import SpecDecoder, shipped
+
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here is fetched
+
+
+@pytest.fixture(scope="session", autouse=True)
+def asked_for() -> None:
+    if os.environ.get("SPECDEC_CLIENTS") != "1":
+        pytest.skip("needs SPECDEC_CLIENTS=1, and the packages of .ci/clients.txt")
+
+
+@pytest.fixture(scope="session")
+def chat_target(asked_for: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shipped target with a chat template, under which it goes on with the last message as with any text."""
+    folder = tmp_path_factory.mktemp("chat") / "target"
+    folder.mkdir()
+    for file in shipped.target_folder().iterdir():
+        (folder / file.name).symlink_to(file)
+    config = folder / "tokenizer_config.json"
+    read = json.loads(config.read_text())
+    config.unlink()
+    config.write_text(json.dumps({**read, "chat_template": TEMPLATE}))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def pair_served(chat_target: Path) -> Iterator[Served]:
+    """A server over the shipped pair in float32, with kept prefixes, as evaluators would meet it."""
+    with SpecDecoder.from_pretrained(
+        chat_target, shipped.draft_folder(), device="cpu", dtype="float32", max_batch_size=4, prefix_caching=True
+    ) as decoder:
+        with Served(decoder) as server:
+            yield server

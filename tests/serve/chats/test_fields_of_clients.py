@@ -1,0 +1,96 @@
+"""Fields that clients send and that say nothing about the text, and the endpoints for tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+from toolkit.serving.server import Served
+
+from specdec import __version__
+from specdec.serve.wire.fields import CHAT, COMPLETIONS
+
+ASK: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 4, "temperature": 0}
+HARMLESS: list[dict[str, Any]] = [
+    {"metadata": {"a": "b"}, "store": True, "safety_identifier": "x", "prompt_cache_key": "k", "service_tier": "flex"},
+    {"verbosity": "low", "user": "me", "top_k": -1, "skip_special_tokens": True, "priority": 0, "max_tokens": 4.0},
+]
+
+WRONG_TOKENS: list[tuple[str, dict[str, Any], str]] = [
+    ("/tokenize", {"prompt": 3}, "prompt"),
+    ("/tokenize", {"promt": "a"}, "promt"),
+    ("/tokenize", {"prompt": "a", "add_special_tokens": 1}, "add_special_tokens"),
+    ("/detokenize", {"tokens": [2048]}, "tokens"),
+    ("/detokenize", {"tokens": "a"}, "tokens"),
+]
+
+
+def post(served: Served, path: str, body: dict[str, Any]) -> httpx.Response:
+    return httpx.post(served.url + path, json=body, timeout=60, verify=False)
+
+
+@pytest.mark.parametrize("more", HARMLESS)
+def test_fields_without_a_meaning_for_the_text_are_taken(served: Served, more: dict[str, Any]) -> None:
+    """Also a request without a model.  Keeps out: a client that can't run at all for a field of its bookkeeping."""
+    plain = post(served, COMPLETIONS, ASK).json()["choices"]
+    assert post(served, COMPLETIONS, {**ASK, **more}).json()["choices"] == plain
+
+
+def test_a_server_takes_unknown_fields_only_where_it_says_so(served: Served) -> None:
+    """Keeps out: a typing error that nobody hears of, and --lenient that hides what is wrong with a known field."""
+    odd = {**ASK, "temprature": 1, "stream_options": {"odd": 1}, "suffix": "x"}
+    assert post(served, COMPLETIONS, odd).json()["error"]["param"] in odd
+    assert "temperature" in post(served, COMPLETIONS, {**ASK, "temprature": 1}).json()["error"]["message"]
+    with Served(served.decoder, lenient=True) as server:
+        assert post(server, COMPLETIONS, odd).json()["choices"] == post(served, COMPLETIONS, ASK).json()["choices"]
+        assert post(server, COMPLETIONS, {**odd, "top_p": 7}).json()["error"]["param"] == "top_p"
+
+
+def test_usage_in_each_event(served: Served) -> None:
+    """Keeps out: guidellm's default, which waits for counts that never come; counts of another choice's tokens twice."""
+    stream = served.client().completions.create(
+        model="tiny", prompt=["Once upon a time", "The"], max_tokens=9, temperature=0, stream=True,
+        stream_options={"include_usage": True, "continuous_usage_stats": True},  # type: ignore[typeddict-unknown-key]
+    )  # fmt: skip
+    used = [event.usage for event in stream]
+    assert len(used) > 3 and all(used)
+    counts = [each.completion_tokens for each in used if each]
+    assert counts == sorted(counts) and counts[-1] == counts[-2] == 18
+    assert {each.prompt_tokens for each in used if each} == {len(served.decoder.encode("Once upon a time")) + 2}
+
+
+def test_a_choice_among_texts(served: Served) -> None:
+    """Keeps out: characters of an expression in a text that is meant as it stands."""
+    texts = ["a.b*", "c|d", "(x)"]
+    found = post(served, COMPLETIONS, {**ASK, "max_tokens": 20, "structured_outputs": {"choice": texts}}).json()
+    assert found["choices"][0]["text"] in texts
+    error = post(served, COMPLETIONS, {**ASK, "structured_outputs": {"choice": []}}).json()["error"]
+    assert error["param"] == "structured_outputs" or "list of texts" in error["message"]
+
+
+def test_tokens_and_back(served: Served, chat_served: Served) -> None:
+    """Keeps out: ids without those that a request's prompt has, another rendering of a chat, ids that crash the tokenizer."""
+    decoder, text = served.decoder, "Once upon a time, é"
+    answer = post(served, "/tokenize", {"model": "tiny", "prompt": text, "return_token_strs": True}).json()
+    assert answer["tokens"] == decoder.encode(text) and answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
+    assert answer["max_model_len"] == served.state.max_seq_len
+    plain = post(served, "/tokenize", {"prompt": text, "add_special_tokens": False}).json()["tokens"]
+    assert plain == answer["tokens"][1:]
+    assert post(served, "/detokenize", {"tokens": plain}).json() == {"prompt": text}
+    messages = [{"role": "user", "content": "hi"}]
+    assert post(chat_served, "/tokenize", {"messages": messages}).json()["tokens"] == chat_served.decoder.encode(messages)
+    for path, body, param in WRONG_TOKENS:
+        refused = post(served, path, body)
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == param, (path, body, refused.text)
+    assert httpx.get(served.url + "/version", verify=False).json() == {"version": __version__}
+
+
+def test_parts_of_messages_may_say_how_long_to_keep_them(chat_served: Served) -> None:
+    """Keeps out: a client of several providers that can't chat, because it marks what is to be cached."""
+    part = {"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}}
+    texts = [
+        post(chat_served, CHAT, {"messages": [{"role": "user", "content": content}], "max_tokens": 3, "temperature": 0}).json()
+        for content in ([part], "Hi")
+    ]
+    assert texts[0]["choices"] == texts[1]["choices"]
