@@ -108,11 +108,8 @@ class MixtureOfExperts(nn.Module):
         topk_weights_TK, topk_ids_TK, shared_T1 = found
         if self.watch is not None:
             self.watch(topk_ids_TK)
-        stacks, numerics, form = (
-            (self.gate_up_proj, self.down_proj),
-            self.router.numerics,
-            self._form(self._kept(x_TH) is not None),
-        )
+        stacks, numerics = (self.gate_up_proj, self.down_proj), self.router.numerics
+        form = self._form(self._kept(x_TH) is not None)
         shared = None if self.shared is None else SharedMLP(self.shared, shared_T1)
         partials = partials and self.is_alone
         if self.to_latents is None or self.from_latents is None:

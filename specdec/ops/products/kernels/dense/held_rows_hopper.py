@@ -32,8 +32,6 @@ from specdec.ops.launch import chained
 if TYPE_CHECKING:
     from specdec.ops.products.tiles.dense import ProductTiles
 
-UNIT = 32  # columns that four threads of a warp load at one time
-
 
 @gluon.jit(do_not_specialize=["M"])  # for the reason given at linear_kernel
 def held_rows_kernel(

@@ -54,7 +54,7 @@ def one_row_kernel(
     if HAS_BIAS:
         first += gl.load(bias + row_N).to(gl.float32)
     if GATED:
-        up_N = at_N + N.to(gl.int64) * K
+        up_N = weight + (row_N.to(gl.int64) + N) * K
         more_words = _in_parts(up_N[:, None] + k[None, :], k[None, :], K, BLOCK_K)
         if HAS_BIAS:
             second += gl.load(bias + N + row_N).to(gl.float32)
