@@ -68,7 +68,7 @@ class Endpoints:
         state, decoder = self._state, self._state.decoder.decoder
         if request.method == "POST":
             state.check_open()
-            enabled = only_used(parse_object(await self._body(request)), ("enabled",), {}, "").get("enabled")
+            enabled = only_used(await self._body(request), ("enabled",), {}, "").get("enabled")
             if not isinstance(enabled, bool):
                 raise wrong("enabled", 'enabled must be true or false; nearest thing that works: {"enabled": true}')
             if decoder.head is None:
