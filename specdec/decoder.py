@@ -121,6 +121,7 @@ class SpecDecoder(LoadedDecoder):
     def is_drafting(self) -> bool:
         """Whether it may: nobody has switched it off, and no audit has (`audit_stop`).  False without a drafter."""
         return self.head is not None and not self.engine.scheduler.speculation.is_stopped
+
     def score(self, prompts: Any, top: int = 0, *, progress: bool = False) -> list[list[TokenLogprob | None]]:
         """How likely each token of the prompts is after those before it: for each prompt, one TokenLogprob for each of its ids,
         of which the first has none: None.

@@ -53,15 +53,17 @@ def with_objects(messages: Sequence[Any]) -> list[Any]:
     Arguments that are no JSON of an object, as those of an answer that was cut off, stay texts.
     """
     return [
-        {**each, "tool_calls": [_with_object(call) for call in each["tool_calls"]]} if each.get("tool_calls") else each
+        {**each, "tool_calls": [*map(_with_object, each["tool_calls"])]} if isinstance(each.get("tool_calls"), list) else each
         for each in messages
     ]
 
 
-def _with_object(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    function = call["function"]
+def _with_object(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        return call
     try:
         held = json.loads(function["arguments"])
-    except (TypeError, ValueError):
+    except (KeyError, TypeError, ValueError):
         return call
     return {**call, "function": {**function, "arguments": held}} if isinstance(held, dict) else call

@@ -51,6 +51,7 @@ OTHER: dict[str, tuple[list[str], Any]] = {  # of each option: a value that is n
     "prefill_chunk": (["64"], 64),
     "threads": (["1"], 1),
     "corpus": (["notes.txt"], "notes.txt"),
+    "chat_template": (["chat.jinja"], "chat.jinja"),
     "corpus_memory": (["1GiB"], 1 << 30),
     "audit": (["0.5"], 0.5),
     "audit_max_tokens": (["99"], 99),

@@ -137,6 +137,7 @@ def test_what_runs_is_told_for_every_option(zoo: Zoo) -> None:
         "draft_quantize": "none", "beyond_trained": "draft", "smoke": False, "corpus": None, "corpus_memory": "256MiB",
         "audit": 0.0, "audit_max_tokens": 2048, "audit_stop": False, "audit_folder": "specdec-audit",
         "shapes": None,
+        "chat_template": None,
     }  # fmt: skip
     assert settings.with_options(max_batch_size=3).by_option() == found | {"max_batch_size": 3}
 

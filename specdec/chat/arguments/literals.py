@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from json.decoder import scanstring
 from typing import Any
 
 from specdec.chat.arguments.cursor import BrokenCall, IncompleteCall, TextCursor
@@ -49,7 +48,7 @@ def _text(cursor: TextCursor, quote: str) -> str:
     if quote == "'":  # as JSON would write it
         held = re.sub(r"\\(.)|\"", lambda found: '\\"' if found[0] == '"' else "'" if found[1] == "'" else found[0], held)
     try:
-        return scanstring(held + '"', 0, False)[0]
+        return str(json.loads(f'"{held}"', strict=False))
     except ValueError:
         raise BrokenCall from None
 

@@ -94,7 +94,7 @@ def _parameter(name: str, schema: Mapping[str, Any], is_required: bool) -> Param
     is_text = types is not None and "string" in types and types <= {"string", "null"}
     if (
         is_text
-        and types == {"string"}
+        and types == frozenset(["string"])
         and len(branches) == 1
         and "enum" in branches[0]
         and not any(key in branches[0] for key in BOUND if key != "enum")
