@@ -58,9 +58,7 @@ class Scheduler:
         self.on_enter: Callable[[Request], None] = lambda request: None  # told of every request that gets its first row
         self.on_end: Callable[[Request], None] = lambda request: None  # told of every request that has ended, within a step
         self.on_answer: list[Callable[[Request], None]] = []  # each told of every one that has come to its end
-        self._chunk_is_next = True
-        self._arrivals = count()
-        self._batch_needs = BatchNeeds()
+        self._chunk_is_next, self._arrivals, self._batch_needs = True, count(), BatchNeeds()
 
     @property
     def states(self) -> list[RequestState]:
@@ -391,9 +389,8 @@ class Scheduler:
     def _ended(self, request: Request) -> None:
         if request.has_entered and request.error is None:
             self.admission.lengths.add(len(request.output.token_ids))
-            if not request.cancelled:
-                for told in self.on_answer:
-                    told(request)
+            for told in () if request.cancelled else self.on_answer:
+                told(request)
         self.totals.ended(request)
         self.on_end(request)
 

@@ -150,8 +150,7 @@ def resolve_settings(
 
     ValueError if an option does not fit the device or the target.
     """
-    device = resolve_device(options.device)
-    check_threads(options, device)
+    check_threads(options, device := resolve_device(options.device))
     if target.encoder is not None and options.prefix_caching:
         raise ValueError(
             f"prefix_caching=True is for decoder-only targets: keys and values of a {target.family} decoder depend on what its "

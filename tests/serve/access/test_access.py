@@ -149,13 +149,13 @@ def test_a_compressed_body_is_refused_as_such(served: Served, encoding: str) -> 
 @pytest.mark.parametrize(
     ("path", "nearest"),
     [
-        ("/v1/responses", "/v1/chat/completions"), ("/v1/messages", "/v1/chat/completions"), ("/generate", "/v1/completions"),
+        ("/v1/messages", "/v1/chat/completions"), ("/generate", "/v1/completions"),
         ("/chat/completions", "/v1/chat/completions"), ("/v1/completions/", "/v1/completions"), ("/healthz", "/health"),
         ("/v1/compeltions", "/v1/completions"), ("/models", "/v1/models"), ("/v1/embeddings", ""), ("/v1/audio/speech", ""),
     ],
 )  # fmt: skip
 def test_hints_lead_somewhere(path: str, nearest: str) -> None:
-    """Keeps out: /v1/models for whoever looks for /v1/responses, and a chat's path for whoever looks for embeddings."""
+    """Keeps out: /v1/models for whoever looks for another server's path, and a chat's path for whoever looks for embeddings."""
     assert nearest_path(path) == nearest and (not nearest or nearest in PATHS)
 
 
