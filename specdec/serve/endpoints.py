@@ -21,11 +21,12 @@ from specdec.serve.responses.endpoint import answer_response
 from specdec.serve.state import ServerState
 from specdec.serve.stream import EventStream
 from specdec.serve.tokens.endpoints import answer_detokenize, answer_tokenize
+from specdec.serve.wire import fields
 from specdec.serve.wire.answers import AnswerHeading, model_card, whole_answer
 from specdec.serve.wire.body import parse_object, read_body
 from specdec.serve.wire.corpus import corpus_answer, read_corpus_plan
 from specdec.serve.wire.errors import wrong
-from specdec.serve.wire.fields import CHAT, COMPLETIONS, only_used
+from specdec.serve.wire.fields import CHAT, COMPLETIONS
 from specdec.serve.wire.requests import read_plan, unknown_model
 
 ReadMetrics = Callable[[], Awaitable[bytes]]  # gives the page of /metrics
@@ -68,7 +69,7 @@ class Endpoints:
         state, decoder = self._state, self._state.decoder.decoder
         if request.method == "POST":
             state.check_open()
-            enabled = only_used(await self._body(request), ("enabled",), {}, "").get("enabled")
+            enabled = fields.only_used(await self._body(request), ("enabled",), {}, "").get("enabled")
             if not isinstance(enabled, bool):
                 raise wrong("enabled", 'enabled must be true or false; nearest thing that works: {"enabled": true}')
             if decoder.head is None:

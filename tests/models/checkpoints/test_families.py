@@ -26,6 +26,7 @@ TABLES = ("specdec/models/registry.py", "specdec/models/mixtures/loader.py", "dr
 ABOUT_KEYS = ("specdec/models/gguf/", "specdec/models/transformers_backend/", "specdec/models/checkpoints/mtp_names.py")
 # The config.json of a draft head with latent attention has DeepSeek's keys, as others have the Llama family's.
 LATENT_HEADS = "draft/eagle/formats/latent.py"
+CHATS = "specdec/chat/formats/"  # a table of how families write calls of tools
 TYPES = [*(name for folder in OTHERS for name in FOLDERS[folder]), *MIXTURES]
 NAMES = re.compile(r"deepseek|diff_?llama|gpt_?oss|qwen_?hybrid", re.IGNORECASE)
 
@@ -54,7 +55,7 @@ def test_generic_code_names_no_family() -> None:
     found = []
     for path in generic_files():
         name = str(path.relative_to(ROOT))
-        if not name.startswith((*ABOUT_KEYS, LATENT_HEADS)):
+        if not name.startswith((*ABOUT_KEYS, LATENT_HEADS, CHATS)):
             found += [f"{name}:{line} {what}" for line, what in mentions(ast.parse(path.read_text()))]
     assert found == []
 
