@@ -90,7 +90,8 @@ class Tokenizer:
         if not self.has_chat_template:
             raise ValueError(
                 f"{name} holds chat messages, but the tokenizer in {self._folder} has no chat template: neither "
-                "chat_template.jinja nor tokenizer_config.json there holds one; nearest thing that works: a string or token ids"
+                "chat_template.jinja nor tokenizer_config.json there holds one; nearest things that work: a string or "
+                "token ids, or a template's file as chat_template (--chat-template)"
             )
         told = ChatPrompt(messages) if chat is None else chat
         if told.kwargs:

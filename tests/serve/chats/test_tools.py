@@ -203,6 +203,7 @@ def test_what_the_template_is_told(scripted: Served) -> None:
         ({"tools": TOOLS, "parallel_tool_calls": 1}, "parallel_tool_calls", "must be true or false"),
         ({"chat_template_kwargs": {"enable_thinkin": True}}, "chat_template_kwargs", "nearest: enable_thinking"),
         ({"reasoning_effort": "lots"}, "reasoning_effort", "must be one of none, minimal"),
+        ({"reasoning_effort": "hgh"}, "reasoning_effort", "nearest: 'high'"),
         ({"continue_final_message": True}, "continue_final_message", "needs a last message of the assistant"),
         ({"messages": [{**USER[0], "tool_call_id": "b"}]}, "messages[0].tool_call_id", "of the role 'tool'"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "b"}]}]}, "messages[0].tool_calls[0]", "must be {"),
