@@ -50,6 +50,8 @@ class Tokenizer:
                 inner.chat_template = Path(template).read_text(encoding="utf-8")
             except UnicodeDecodeError as error:
                 raise ValueError(f"chat_template: {template} is not UTF-8 text: {error}") from None
+            except OSError as error:
+                raise ValueError(f"chat_template can't be read from {template}: {error.strerror}") from None
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text.  ValueError without a tokenizer."""

@@ -119,6 +119,9 @@ def test_a_call_can_be_required(scripted: Served, choice: Any, sampling: dict[st
     assert sampling["temperature"] or found["message"]["reasoning_content"] == "hi"
 
 
+FORCED = {"type": "function", "function": {"name": "get_weather"}}
+
+
 def test_the_shipped_pair_calls_too(tmp_path: Path) -> None:
     """Keeps out: calls that need special tokens of a tokenizer; errors of a template that knows no tools or no format."""
     template = tmp_path / "template.jinja"
@@ -136,6 +139,13 @@ def test_the_shipped_pair_calls_too(tmp_path: Path) -> None:
                 answer = server.post(PATH, {**body, "tool_choice": "required", "parallel_tool_calls": False})
                 if fault:
                     assert error_of(answer, 400)["param"] == "tools" and fault in error_of(answer, 400)["message"]
+                    if "format" in fault:  # in Python the format is named in the call
+                        told = decoder.chat(
+                            body["messages"], SamplingParams(200), tools=TOOLS, tool_choice=FORCED, tool_parser="hermes"
+                        )
+                        assert [call.name for call in told.calls] == ["get_weather"] and json.loads(told.calls[0].arguments)
+                        with pytest.raises(ValueError, match="tool_parser must be .* nearest .* tool_parser='hermes'"):
+                            decoder.chat(USER, tool_parser="herms")
                 else:
                     ((name, arguments),) = called(answer.json()["choices"][0]["message"])
                     assert name == "get_weather" and arguments["unit"] in ("c", "f") and arguments["exact"] in (True, False)
