@@ -140,10 +140,14 @@ def test_the_shipped_pair_calls_too(tmp_path: Path) -> None:
                 if fault:
                     assert error_of(answer, 400)["param"] == "tools" and fault in error_of(answer, 400)["message"]
                     if "format" in fault:  # in Python the format is named in the call
-                        told = decoder.chat(
-                            body["messages"], SamplingParams(200), tools=TOOLS, tool_choice=FORCED, tool_parser="hermes"
-                        )
-                        assert [call.name for call in told.calls] == ["get_weather"] and json.loads(told.calls[0].arguments)
+                        asked: dict[str, Any] = {
+                            "tools": TOOLS,
+                            "tool_choice": FORCED,
+                            "parallel_tool_calls": False,
+                            "tool_parser": "hermes",
+                        }
+                        (call,) = decoder.chat(body["messages"], SamplingParams(200), **asked).calls
+                        assert call.name == "get_weather" and json.loads(call.arguments)
                         with pytest.raises(ValueError, match="tool_parser must be .* nearest .* tool_parser='hermes'"):
                             decoder.chat(USER, tool_parser="herms")
                 else:
