@@ -148,13 +148,14 @@ class SpecDecoder(LoadedDecoder):
         tool_parser: str = AUTO,
         reasoning_parser: str = AUTO,
         speculate: bool = True,
+        cache_salt: str | None = None,
     ) -> ChatAnswer:
         """Answers a chat, with thoughts and calls of tools apart from the content, as the model's chat template tells of them.
 
         messages: as OpenAI's API has them; those of earlier answers may hold tool_calls.  tools, tool_choice,
         parallel_tool_calls: as there, see docs/SERVING.md.  sampling: n must be 1.  chat_template_kwargs: variables of the
         template.  tool_parser, reasoning_parser: how the model writes calls and thoughts, as those flags of `specdec serve`.
-        speculate: see `generate`.
+        speculate, cache_salt: see `generate`.
 
         ValueError and TypeError name what can't be used, and RuntimeError is raised if the request fails while it runs.
         """
@@ -166,7 +167,12 @@ class SpecDecoder(LoadedDecoder):
         plan = plan_reply(
             form_of(self.tokenizer, tool_parser, reasoning_parser), params, rules, ids, self.tokenizer, self.grammars
         )
-        how: dict[str, Any] = {"speculate": speculate, "wait": plan.wait, "all_tokens": plan.reader is not None}
+        how: dict[str, Any] = {
+            "speculate": speculate,
+            "wait": plan.wait,
+            "all_tokens": plan.reader is not None,
+            "cache_salt": cache_salt,
+        }
         (generation,) = self.run([self.new_request(ids, plan.sampling, "messages", **how)])
         reply = Reply(generation.text, None, ()) if plan.reader is None else read_reply(plan.reader(), generation.text)
         return ChatAnswer(reply.content, reply.thought, reply.calls, generation)
@@ -207,11 +213,17 @@ class SpecDecoder(LoadedDecoder):
         return record(self, prompts, sampling, speculate=speculate, times=times)
 
     def stream(
-        self, prompt: Any, sampling: SamplingParams | None = None, *, speculate: bool = True, trees: bool = False
+        self,
+        prompt: Any,
+        sampling: SamplingParams | None = None,
+        *,
+        speculate: bool = True,
+        trees: bool = False,
+        cache_salt: str | None = None,
     ) -> Generator[Chunk, None, Generation]:
         """Generates for one prompt, and yields what each round adds; a reader that is slower gets several rounds in one chunk.
 
-        prompt: a string, a list of token ids, or chat messages.  sampling, speculate, trees: see `generate`.
+        prompt: a string, a list of token ids, or chat messages.  sampling, speculate, trees, cache_salt: see `generate`.
 
         The chunks' texts joined are the final text, and their token ids joined are the final ids.  The generator returns the
         finished Generation.  Whoever closes the generator early ends the request and frees its row and pages.
@@ -220,7 +232,8 @@ class SpecDecoder(LoadedDecoder):
         """
         check_one_prompt(prompt, "generate")
         (params,) = per_prompt(sampling, 1)
-        request = self.new_request(self.encode(prompt), params, streaming=True, speculate=speculate, trees=trees)
+        how: dict[str, Any] = {"streaming": True, "speculate": speculate, "trees": trees, "cache_salt": cache_salt}
+        request = self.new_request(self.encode(prompt), params, **how)
         return self._chunks(request)
 
     def _chunks(self, request: Request) -> Generator[Chunk, None, Generation]:
