@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from toolkit.driver import Driver
+from toolkit.serving.scripted import save_scripted
 from toolkit.serving.server import Served
 from toolkit.serving.traces import HOSTILE
 
-from specdec import SamplingParams, SpecDecoder, shipped
+from specdec import SamplingParams, SpecConfig, SpecDecoder, shipped
 
 DONE = "#run:not([disabled])"
 
@@ -79,6 +81,20 @@ def test_errors_and_keys(pair: SpecDecoder, browser: Any) -> None:
         run(page, "Once", 100_000)
         assert "max_tokens" in page.inner_text("#error")
         assert page.evaluate("localStorage.length + sessionStorage.length + document.cookie.length") == 0
+        page.context.close()
+
+
+def test_thoughts_are_shown_and_counted(open_page: Callable[..., Any], tmp_path: Path) -> None:
+    """Keeps out: an answer that looks empty while the model thinks, and a speed that counts its tokens and not its time."""
+    script = {":": "<think>", "<think>": "h", "h": "i", "i": "</think>", "</think>": "L", "L": "o", "o": "</s>"}
+    target = save_scripted(tmp_path, script)
+    with SpecDecoder.from_pretrained(target, "ngram", SpecConfig(4, 2, 9), device="cpu") as decoder, Served(decoder) as server:
+        page = open_page(server.url + "/", 390, 800)
+        page.select_option("#mode", "chat")
+        run(page, "a", 20)
+        assert page.text_content("#text") == "hi\n\nLo" and page.text_content("#text .thought") is not None
+        thought = page.evaluate("[...document.querySelectorAll('#text .thought')].map((each) => each.textContent).join('')")
+        assert thought == "hi" and "the same text" in page.inner_text("#speeds")
         page.context.close()
 
 

@@ -77,11 +77,13 @@ def call_item(name: str, call_id: str, arguments: str = "", status: str = "compl
 
 
 def items_of(reply: Reply, status: str, logprobs: Sequence[Any]) -> list[dict[str, Any]]:
-    """The items of a whole answer.  logprobs: of its tokens, in the form of a chat."""
+    """The items of a whole answer, as a stream has them.  status: of the last one.  logprobs: of its tokens, as in a chat."""
     items = [] if reply.thought is None else [thought_item(reply.thought)]
-    if reply.content or not reply.calls:
-        items.append(message_item(reply.content, status, logprobs))
-    return items + [call_item(call.name, call.id, call.arguments) for call in reply.calls]
+    if reply.content or not (items or reply.calls):
+        items.append(message_item(reply.content, logprobs=logprobs))
+    items += [call_item(call.name, call.id, call.arguments) for call in reply.calls]
+    items[-1]["status"] = status
+    return items
 
 
 def new_id(prefix: str) -> str:

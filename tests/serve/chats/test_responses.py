@@ -118,6 +118,19 @@ def test_structured_output_and_a_text_that_is_cut(scripted: Served, stream: bool
     assert cut.status == "incomplete" and cut.incomplete_details.reason == "max_output_tokens"
 
 
+@pytest.mark.parametrize("size", [2, 5, 30])
+def test_a_cut_text_has_the_items_of_its_stream(scripted: Served, size: int) -> None:
+    """Keeps out: an empty message after a thought that was cut off, and a cut thought or call that is called complete."""
+    asked: Any = {**ASK, "input": "x", "max_output_tokens": size, "tools": [TOOL]}
+    whole: Any = scripted.client().responses.create(**asked)
+    *_, last = scripted.client().responses.create(**asked, stream=True)
+    streamed: Any = last
+    said = [[(item.type, item.status) for item in each.output] for each in (whole, streamed.response)]
+    assert said[0] == said[1] and [status for _, status in said[0]][-1] == "incomplete", said
+    assert all(status == "completed" for _, status in said[0][:-1])
+    assert size > 2 or said[0] == [("reasoning", "incomplete")]
+
+
 def test_log_probabilities(scripted: Served) -> None:
     """Keeps out: numbers that an include asks for and nobody gives."""
     include: Any = ["message.output_text.logprobs", "reasoning.encrypted_content"]

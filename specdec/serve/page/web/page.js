@@ -70,13 +70,13 @@
       if (event.usage) tokens = event.usage.completion_tokens;
       const choice = event.choices?.[0];
       if (!choice) continue;
-      const piece = choice.text ?? choice.delta?.content ?? "";
+      const thought = choice.delta?.reasoning_content ?? "", content = choice.text ?? choice.delta?.content ?? "", piece = thought + content;
       if (piece && !first) {
         first = performance.now();
         before = choice.specdec?.origins.length ?? 1;
       }
       text += piece;
-      onChunk(piece, choice.specdec);
+      onChunk(thought, content, choice.specdec);
     }
     return { tokens, text, rate: (tokens - before) / Math.max(1e-3, (performance.now() - first) / 1000) };
   }
@@ -97,9 +97,16 @@
     at("legend").replaceChildren(...depthKeys(now.deepest), ...sourceKeys(now.sources));
   }
 
-  function take(text, said) {
+  function take(thought, content, said) {
     if (said) legend(said);
-    at("text").append(...colour(text, said));
+    for (const [text, thinks] of [[thought, true], [content, false]]) {
+      if (!text) continue;
+      if (now.thinks && !thinks) at("text").append("\n\n");
+      now.thinks = thinks;
+      const words = colour(text, said);
+      for (const word of words) word.classList.toggle("thought", thinks);
+      at("text").append(...words);
+    }
     if (!said) return;
     Object.assign(now.pieces, said.texts);
     now.rounds.push(...said.rounds);
@@ -128,7 +135,7 @@
 
   async function run() {
     now.key = at("key").value;
-    Object.assign(now, { rounds: [], pieces: {}, round: -1, follows: true, stopper: new AbortController(), deepest: 1, sources: new Set() });
+    Object.assign(now, { rounds: [], pieces: {}, round: -1, follows: true, stopper: new AbortController(), deepest: 1, sources: new Set(), thinks: false });
     at("error").textContent = "";
     at("text").replaceChildren();
     at("tree").replaceChildren();
