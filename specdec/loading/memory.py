@@ -33,7 +33,7 @@ from specdec.models.kv import cache_layout
 
 AUDIT_PIECE = 64  # places of a text whose logits the audit holds at once
 LOGITS_COPIES = 6  # scores, noise and masks beside them
-PRODUCTS_BYTES = 64 << 20  # what cuBLAS keeps for each of two threads that multiply on a Hopper GPU: 32 MiB (not measured apart)
+PRODUCTS_BYTES = 64 << 20  # torch gives cuBLAS 32 MiB a thread on a Hopper GPU; two threads multiply
 
 
 class StatePlan(NamedTuple):
