@@ -47,6 +47,6 @@ except openai.BadRequestError as error:
 
 # What the server can't do is an error that names the field.  The package repeats a request by itself after 429 (busy).
 try:
-    client.completions.create(model=model, prompt="Once", echo=True)
+    client.completions.create(model=model, prompt="Once", best_of=3)
 except openai.BadRequestError as error:
     print(f"refused: {error.param} ({error.code})")

@@ -96,25 +96,39 @@ class AsyncSpecDecoder:
         return self.decoder.owner.failure
 
     async def generate(
-        self, prompt: Any, sampling: SamplingParams | None = None, *, speculate: bool = True, trees: bool = False
+        self,
+        prompt: Any,
+        sampling: SamplingParams | None = None,
+        *,
+        speculate: bool = True,
+        trees: bool = False,
+        cache_salt: str | None = None,
     ) -> Generation:
         """Generates for one prompt; for several, gather several calls.  A task that is cancelled ends its request.
 
-        prompt: a string, a list of token ids, or chat messages.  sampling: None: SamplingParams().  speculate, trees: see
-        `SpecDecoder.generate`.
+        prompt: a string, a list of token ids, or chat messages.  sampling: None: SamplingParams().  speculate, trees,
+        cache_salt: see `SpecDecoder.generate`.
 
         ValueError and TypeError name what can't be used, and RuntimeError is raised if the request fails while it runs.
         """
-        return await self.run(await self.new_request(prompt, sampling, speculate=speculate, trees=trees))
+        how: dict[str, Any] = {"speculate": speculate, "trees": trees, "cache_salt": cache_salt}
+        return await self.run(await self.new_request(prompt, sampling, **how))
 
     def stream(
-        self, prompt: Any, sampling: SamplingParams | None = None, *, speculate: bool = True, trees: bool = False
+        self,
+        prompt: Any,
+        sampling: SamplingParams | None = None,
+        *,
+        speculate: bool = True,
+        trees: bool = False,
+        cache_salt: str | None = None,
     ) -> AsyncStream:
         """Generates for one prompt, and gives its chunks to an `async for`; leaving the loop ends the request.
 
-        prompt, sampling, speculate, trees, errors: see `generate`; errors are raised by the first step of the loop.
+        prompt, sampling, speculate, trees, cache_salt, errors: see `generate`; errors are raised by the first step of the loop.
         """
-        return AsyncStream(self, lambda: self.new_request(prompt, sampling, speculate=speculate, trees=trees, streaming=True))
+        how: dict[str, Any] = {"speculate": speculate, "trees": trees, "cache_salt": cache_salt, "streaming": True}
+        return AsyncStream(self, lambda: self.new_request(prompt, sampling, **how))
 
     async def new_request(
         self,
@@ -125,6 +139,7 @@ class AsyncSpecDecoder:
         speculate: bool = True,
         trees: bool = False,
         streaming: bool = False,
+        cache_salt: str | None = None,
     ) -> Request:
         """A checked request for `run`, or with `streaming` for `chunks`.  name: what errors call the prompt."""
         check_one_prompt(prompt, "asyncio.gather of a call for each")
@@ -132,7 +147,8 @@ class AsyncSpecDecoder:
 
         def made(decoder: SpecDecoder) -> Request:
             ids = decoder.encode(prompt, name)
-            return decoder.new_request(ids, params, name, streaming=streaming, speculate=speculate, trees=trees)
+            how: dict[str, Any] = {"streaming": streaming, "speculate": speculate, "trees": trees, "cache_salt": cache_salt}
+            return decoder.new_request(ids, params, name, **how)
 
         return await self.prepared(made)
 

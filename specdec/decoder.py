@@ -10,13 +10,15 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from specdec.chat.answer import ChatAnswer
+from specdec.chat.form import AUTO, REASONING_PARSERS, TOOL_PARSERS
 from specdec.chat.reply import Reply, read_reply
 from specdec.chat.tools import read_rules
-from specdec.checks import require_bool
+from specdec.checks import require_bool, require_choice, require_int
 from specdec.config import SamplingParams, SpecConfig
 from specdec.draft.kind import Draft
 from specdec.engine.request import Request
 from specdec.generation import Chunk, Generation, TokenLogprob
+from specdec.limits import MOST_LOGPROBS
 from specdec.loaded import LoadedDecoder, per_prompt
 from specdec.loading.about.drafters import smoke_check
 from specdec.loading.pair import WantedPair
@@ -120,7 +122,7 @@ class SpecDecoder(LoadedDecoder):
     @property
     def is_drafting(self) -> bool:
         """Whether it may: nobody has switched it off, and no audit has (`audit_stop`).  False without a drafter."""
-        return self.head is not None and not self.engine.scheduler.speculation.is_stopped
+        return self.head is not None and self.owner.is_drafting
 
     def score(self, prompts: Any, top: int = 0, *, progress: bool = False) -> list[list[TokenLogprob | None]]:
         """How likely each token of the prompts is after those before it: for each prompt, one TokenLogprob for each of its ids,
@@ -130,6 +132,7 @@ class SpecDecoder(LoadedDecoder):
 
         Errors are those of `generate` with SamplingParams(prompt_logprobs=top), which also generates.
         """
+        require_int("top", top, 0, MOST_LOGPROBS)
         outputs = self.generate(prompts, SamplingParams(1, prompt_logprobs=top), speculate=False, progress=progress)
         return [output.prompt_logprobs or [] for output in outputs]
 
@@ -142,21 +145,34 @@ class SpecDecoder(LoadedDecoder):
         tool_choice: Any = None,
         parallel_tool_calls: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tool_parser: str = AUTO,
+        reasoning_parser: str = AUTO,
         speculate: bool = True,
+        cache_salt: str | None = None,
     ) -> ChatAnswer:
         """Answers a chat, with thoughts and calls of tools apart from the content, as the model's chat template tells of them.
 
         messages: as OpenAI's API has them; those of earlier answers may hold tool_calls.  tools, tool_choice,
         parallel_tool_calls: as there, see docs/SERVING.md.  sampling: n must be 1.  chat_template_kwargs: variables of the
-        template.  speculate: see `generate`.
+        template.  tool_parser, reasoning_parser: how the model writes calls and thoughts, as those flags of `specdec serve`.
+        speculate, cache_salt: see `generate`.
 
         ValueError and TypeError name what can't be used, and RuntimeError is raised if the request fails while it runs.
         """
+        require_choice("tool_parser", tool_parser, TOOL_PARSERS, AUTO)
+        require_choice("reasoning_parser", reasoning_parser, REASONING_PARSERS, AUTO)
         rules = read_rules(tools, tool_choice, parallel_tool_calls)
         ids = self.encode(ChatPrompt(messages, rules.for_template, chat_template_kwargs or {}), "messages")
         params = SamplingParams() if sampling is None else sampling
-        plan = plan_reply(form_of(self.tokenizer), params, rules, ids, self.tokenizer, self.grammars)
-        how: dict[str, Any] = {"speculate": speculate, "wait": plan.wait, "all_tokens": plan.reader is not None}
+        plan = plan_reply(
+            form_of(self.tokenizer, tool_parser, reasoning_parser), params, rules, ids, self.tokenizer, self.grammars
+        )
+        how: dict[str, Any] = {
+            "speculate": speculate,
+            "wait": plan.wait,
+            "all_tokens": plan.reader is not None,
+            "cache_salt": cache_salt,
+        }
         (generation,) = self.run([self.new_request(ids, plan.sampling, "messages", **how)])
         reply = Reply(generation.text, None, ()) if plan.reader is None else read_reply(plan.reader(), generation.text)
         return ChatAnswer(reply.content, reply.thought, reply.calls, generation)
@@ -197,11 +213,17 @@ class SpecDecoder(LoadedDecoder):
         return record(self, prompts, sampling, speculate=speculate, times=times)
 
     def stream(
-        self, prompt: Any, sampling: SamplingParams | None = None, *, speculate: bool = True, trees: bool = False
+        self,
+        prompt: Any,
+        sampling: SamplingParams | None = None,
+        *,
+        speculate: bool = True,
+        trees: bool = False,
+        cache_salt: str | None = None,
     ) -> Generator[Chunk, None, Generation]:
         """Generates for one prompt, and yields what each round adds; a reader that is slower gets several rounds in one chunk.
 
-        prompt: a string, a list of token ids, or chat messages.  sampling, speculate, trees: see `generate`.
+        prompt: a string, a list of token ids, or chat messages.  sampling, speculate, trees, cache_salt: see `generate`.
 
         The chunks' texts joined are the final text, and their token ids joined are the final ids.  The generator returns the
         finished Generation.  Whoever closes the generator early ends the request and frees its row and pages.
@@ -210,7 +232,8 @@ class SpecDecoder(LoadedDecoder):
         """
         check_one_prompt(prompt, "generate")
         (params,) = per_prompt(sampling, 1)
-        request = self.new_request(self.encode(prompt), params, streaming=True, speculate=speculate, trees=trees)
+        how: dict[str, Any] = {"streaming": True, "speculate": speculate, "trees": trees, "cache_salt": cache_salt}
+        request = self.new_request(self.encode(prompt), params, **how)
         return self._chunks(request)
 
     def _chunks(self, request: Request) -> Generator[Chunk, None, Generation]:

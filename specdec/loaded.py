@@ -17,7 +17,7 @@ from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn, Self
 
-from specdec.checks import about, require_bool, require_text, shown
+from specdec.checks import about, nearest_name, require_bool, require_text, shown
 from specdec.config import SamplingParams, SpecConfig
 from specdec.draft.drafter import DraftModel
 from specdec.engine.engine_thread import EngineThread
@@ -327,7 +327,8 @@ class LoadedDecoder:
         if unknown := [name for name in sampling.sources or () if head is not None and name not in head.sources]:
             with about("sources"):
                 known = list(head.sources) if head is not None else []
-                raise ValueError(f"sources names {shown(unknown[0])}; expected some of {known}; nearest: {known[0]!r}")
+                near = nearest_name(unknown[0][:100], known) or known[0]
+                raise ValueError(f"sources names {shown(unknown[0])}; expected some of {known}; nearest: {near!r}")
 
     def _shape_of(self, sampling: SamplingParams, speculate: bool) -> SpecConfig | None:
         """The shape that the request asks for, as rounds name it.  ValueError if they have no such shape."""
@@ -348,7 +349,7 @@ class LoadedDecoder:
                 known = " or ".join(f"[{', '.join(map(str, shape.numbers))}]" for shape in shapes)
                 raise ValueError(
                     f"shape must be one that this decoder's rounds may have, got [{', '.join(map(str, asked.numbers))}]; "
-                    f"nearest settings that work: {known}"
+                    f"nearest settings that work: {known}, or a decoder with that one in its option shapes"
                 )
         return made
 

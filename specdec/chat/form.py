@@ -84,12 +84,12 @@ class ReplyForm:
                 known = ", ".join(FORMATS)
                 raise ValueError(
                     f"tools can't be called: the model's chat template tells of no known format of calls; nearest thing that "
-                    f"works: start the server with --tool-parser, one of {known}"
+                    f"works: tool_parser (--tool-parser of `specdec serve`), one of {known}"
                 )
             if not self.takes_tools:
                 raise ValueError(
-                    "tools can't be called: the model's chat template has no place for them; nearest thing that works: start "
-                    "the server with --chat-template FILE, a template that writes `tools`"
+                    "tools can't be called: the model's chat template has no place for them; nearest thing that works: "
+                    "chat_template (--chat-template FILE), a template that writes `tools`"
                 )
 
     def _thought(self, before: str) -> Thought | None:

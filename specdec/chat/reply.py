@@ -152,6 +152,7 @@ class MarkedReader:
         assert self._calls is not None
         text, self._text = self._text, ""
         found = self._calls.feed(text)
+        is_cut = is_all and self._calls.leftover is None
         if is_all:
             found += self._calls.finish()
         said += [Said(each.kind, each.text, each.call + self._called, each.id) for each in found]
@@ -159,6 +160,8 @@ class MarkedReader:
         if self._calls.leftover is None:
             return False
         self._text = self._calls.leftover
+        if is_cut and self._said_calls > self._called:  # within a further call, or the marks after the last one: no content
+            self._text = ""
         if self._said_calls == self._called:  # it was no call
             self._say(said, "content", self._marker)
         else:

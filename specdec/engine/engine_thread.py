@@ -76,6 +76,7 @@ class EngineThread:
         self.is_closed = False
         self._process = os.getpid()
         self.at_close: list[Callable[[], object]] = []  # called by `close`
+        self._asked: tuple[bool, object] | None = None  # what `set_drafting` was last told, until the engine does so
         _threads.add(self)
 
     # ---- for any thread ----
@@ -135,13 +136,24 @@ class EngineThread:
         again; the texts are the same.
         """
 
+        asked = (enabled, object())
+
         def change() -> None:
             self.engine.scheduler.speculation.is_stopped = not enabled
+            if self._asked is asked:
+                self._asked = None
 
         with self._door:
             if not self.is_closed and not self.is_fork:
+                self._asked = asked
                 self._commands.put(change)
                 self._start()
+
+    @property
+    def is_drafting(self) -> bool:
+        """Whether anything is drafted, from the next step on."""
+        asked = self._asked
+        return not self.engine.scheduler.speculation.is_stopped if asked is None else asked[0]
 
     def settle(self) -> None:
         """Waits until everything that was put before, cancellations for example, has been carried out."""

@@ -50,6 +50,8 @@ class Tokenizer:
                 inner.chat_template = Path(template).read_text(encoding="utf-8")
             except UnicodeDecodeError as error:
                 raise ValueError(f"chat_template: {template} is not UTF-8 text: {error}") from None
+            except OSError as error:
+                raise ValueError(f"chat_template can't be read from {template}: {error.strerror}") from None
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text.  ValueError without a tokenizer."""
@@ -90,7 +92,8 @@ class Tokenizer:
         if not self.has_chat_template:
             raise ValueError(
                 f"{name} holds chat messages, but the tokenizer in {self._folder} has no chat template: neither "
-                "chat_template.jinja nor tokenizer_config.json there holds one; nearest thing that works: a string or token ids"
+                "chat_template.jinja nor tokenizer_config.json there holds one; nearest things that work: a string or "
+                "token ids, or a template's file as chat_template (--chat-template)"
             )
         told = ChatPrompt(messages) if chat is None else chat
         if told.kwargs:

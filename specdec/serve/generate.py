@@ -22,7 +22,10 @@ from specdec.serve.wire.fields import COMPLETIONS
 from specdec.serve.wire.prompts_said import ChoicePrompt
 from specdec.serve.wire.requests import RequestPlan
 
-NO_TEMPLATE = "this model has no chat template: neither chat_template.jinja nor tokenizer_config.json in its folder holds one"
+NO_TEMPLATE = (
+    "this model has no chat template: neither chat_template.jinja nor tokenizer_config.json in its folder holds one; nearest "
+    "things that work: {} with a prompt, or a server that was started with --chat-template FILE"
+)
 
 
 class MadeRequests(NamedTuple):
@@ -84,7 +87,7 @@ def _wrong_prompt(decoder: SpecDecoder, plan: RequestPlan, error: ValueError | T
         said = f"This model's maximum context length is {decoder.settings.max_seq_len} tokens (context_length_exceeded)"
         return wrong(plan.prompt_field, f"{said}: {error}", "context_length_exceeded")
     if plan.is_chat and not decoder.tokenizer.has_chat_template:
-        return wrong("messages", f"{NO_TEMPLATE}; nearest thing that works: {COMPLETIONS} with a prompt")
+        return wrong("messages", NO_TEMPLATE.format(COMPLETIONS))
     option, rule = field_of(error), plan.sampling.grammar_rule
     if plan.tool_rules.callable_tools and option == "grammar":
         return wrong("tools", str(error))

@@ -73,6 +73,19 @@ def test_an_answer_is_read_wherever_it_is_cut(grammars: Grammars, given: Transcr
     assert said(made, list(text)) == whole
 
 
+@pytest.mark.parametrize("given", [each for each in TRANSCRIPTS if len(each.calls) > 1], ids=lambda given: given.form)
+def test_an_answer_cut_off_after_a_call_has_no_marks_as_content(grammars: Grammars, given: Transcript) -> None:
+    """Keeps out: `}\\n</tool_` or the beginning of a second call beside the first one, where max_tokens ends an answer."""
+    made, cut = plan(grammars, given.form), 0
+    assert made.reader is not None
+    for size in range(len(given.text)):
+        reply = read_reply(made.reader(), given.text[:size])
+        if reply.calls:
+            assert reply.content == given.content, given.text[:size]
+            cut += 1
+    assert cut > 5
+
+
 @pytest.mark.parametrize(
     "given", [each for each in TRANSCRIPTS if each.calls], ids=lambda given: f"{given.form}-{given.text[:24]!r}"
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from specdec.chat.tools import ToolRules
-from specdec.checks import require_bool, shown
+from specdec.checks import nearest_name, require_bool, shown
 from specdec.prompts.chat import ChatPrompt
 from specdec.prompts.encode import chat_fault
 from specdec.serve.wire import fields
@@ -49,7 +49,8 @@ def effort_of(values: dict[str, Any]) -> str | None:
     effort = values.get("reasoning_effort")
     if effort is not None and not (isinstance(effort, str) and effort in fields.EFFORTS):
         listed = ", ".join(fields.EFFORTS)
-        raise wrong("reasoning_effort", f"reasoning_effort must be one of {listed}, got {shown(effort)}; nearest: 'medium'")
+        near = (nearest_name(effort[:100], fields.EFFORTS) if isinstance(effort, str) else "") or "medium"
+        raise wrong("reasoning_effort", f"reasoning_effort must be one of {listed}, got {shown(effort)}; nearest: {near!r}")
     return effort
 
 

@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from specdec.decoder import SpecDecoder
+from specdec.serve.generate import NO_TEMPLATE
 from specdec.serve.state import ServerState
 from specdec.serve.tokens.bodies import read_detokenize, read_tokenize_plan, tokenized
 from specdec.serve.wire.errors import wrong
@@ -26,7 +27,10 @@ async def answer_tokenize(state: ServerState, request: Request, body: dict[str, 
     try:
         ids = await state.unless_gone(state.decoder.prepared(encoded), request.receive)
     except (TypeError, ValueError) as error:
-        raise wrong(name, str(error)) from None
+        tokenizer = state.decoder.decoder.tokenizer
+        if name == "messages" and not tokenizer.has_chat_template:
+            raise wrong(name, NO_TEMPLATE.format("/tokenize")) from None
+        raise wrong(name, tokenizer.without_folder(str(error))) from None
     strings = [state.piece(token) for token in ids] if plan.strings else None
     return JSONResponse(tokenized(ids, state.max_seq_len, strings))
 

@@ -207,6 +207,8 @@ def test_at_the_door(zoo: Zoo) -> None:
         SamplingParams(sources=["suffix"], speculate=False)
     with pytest.raises(ValueError, match="sources names 'corpse'; expected some of .* nearest: 'drafter'"):
         decoder.generate([prompt], SamplingParams(max_tokens=4, sources=["corpse"]))
+    with pytest.raises(ValueError, match="sources names 'sufix'; .* nearest: 'suffix'"):
+        decoder.generate([prompt], SamplingParams(max_tokens=4, sources=["sufix"]))
     alone = zoo.decoder("llama", "eagle3", SpecConfig(3, 1, 4))
     with pytest.raises(ValueError, match=r"sources needs a decoder whose trees have several sources, and this one drafts by"):
         alone.generate([prompt], SamplingParams(max_tokens=4, sources=["drafter"]))

@@ -1,10 +1,12 @@
 """Prefix caching by salt: what one caller's text leaves is found by requests of the same salt alone."""
 
+import asyncio
+
 from toolkit.driver import Driver
 from toolkit.models import Zoo
 from toolkit.prompts import SYSTEM
 
-from specdec import SamplingParams, SpecConfig
+from specdec import AsyncSpecDecoder, SamplingParams, SpecConfig
 
 
 def test_requests_of_another_salt_find_nothing(zoo: Zoo) -> None:
@@ -17,4 +19,9 @@ def test_requests_of_another_salt_find_nothing(zoo: Zoo) -> None:
         assert out.token_ids == want.token_ids and bool(out.stats.cached_tokens) == is_kept, salt
     together = [decoder.new_request(decoder.encode(prompt), sampling, cache_salt=salt) for salt in ("c", "d")]
     assert [out.stats.cached_tokens for out in decoder.run(together)] == [0, 0]
+    list(decoder.stream(prompt, sampling, cache_salt="e"))
+    shared = AsyncSpecDecoder(decoder)
+    for salt, is_kept in (("e", True), ("f", False)):
+        out = asyncio.run(shared.generate(prompt, sampling, cache_salt=salt))
+        assert bool(out.stats.cached_tokens) == is_kept, salt
     Driver(decoder).assert_nothing_leaked()

@@ -75,6 +75,7 @@ def test_drafts_end_in_what_runs(pair: SpecDecoder) -> None:
                 let_run.release()
             pieces = [next(events).choices[0].text]
             pair.set_drafting(False)
+            assert not pair.is_drafting  # at once, though a round runs
             for _ in range(60):
                 let_run.release()
             pieces += [event.choices[0].text for event in events]

@@ -83,6 +83,8 @@ def test_tokens_and_back(served: Served, chat_served: Served) -> None:
     for path, body, param in WRONG_TOKENS:
         refused = post(served, path, body)
         assert refused.status_code == 400 and refused.json()["error"]["param"] == param, (path, body, refused.text)
+    told = post(served, "/tokenize", {"messages": messages}).json()["error"]["message"]  # not where the files lie
+    assert "--chat-template FILE" in told and "/tokenize with a prompt" in told and str(decoder.tokenizer._folder) not in told
     assert httpx.get(served.url + "/version", verify=False).json() == {"version": __version__}
 
 

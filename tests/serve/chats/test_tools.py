@@ -119,6 +119,9 @@ def test_a_call_can_be_required(scripted: Served, choice: Any, sampling: dict[st
     assert sampling["temperature"] or found["message"]["reasoning_content"] == "hi"
 
 
+FORCED = {"type": "function", "function": {"name": "get_weather"}}
+
+
 def test_the_shipped_pair_calls_too(tmp_path: Path) -> None:
     """Keeps out: calls that need special tokens of a tokenizer; errors of a template that knows no tools or no format."""
     template = tmp_path / "template.jinja"
@@ -136,6 +139,17 @@ def test_the_shipped_pair_calls_too(tmp_path: Path) -> None:
                 answer = server.post(PATH, {**body, "tool_choice": "required", "parallel_tool_calls": False})
                 if fault:
                     assert error_of(answer, 400)["param"] == "tools" and fault in error_of(answer, 400)["message"]
+                    if "format" in fault:  # in Python the format is named in the call
+                        asked: dict[str, Any] = {
+                            "tools": TOOLS,
+                            "tool_choice": FORCED,
+                            "parallel_tool_calls": False,
+                            "tool_parser": "hermes",
+                        }
+                        (call,) = decoder.chat(body["messages"], SamplingParams(200), **asked).calls
+                        assert call.name == "get_weather" and json.loads(call.arguments)
+                        with pytest.raises(ValueError, match="tool_parser must be .* nearest .* tool_parser='hermes'"):
+                            decoder.chat(USER, tool_parser="herms")
                 else:
                     ((name, arguments),) = called(answer.json()["choices"][0]["message"])
                     assert name == "get_weather" and arguments["unit"] in ("c", "f") and arguments["exact"] in (True, False)
@@ -203,6 +217,7 @@ def test_what_the_template_is_told(scripted: Served) -> None:
         ({"tools": TOOLS, "parallel_tool_calls": 1}, "parallel_tool_calls", "must be true or false"),
         ({"chat_template_kwargs": {"enable_thinkin": True}}, "chat_template_kwargs", "nearest: enable_thinking"),
         ({"reasoning_effort": "lots"}, "reasoning_effort", "must be one of none, minimal"),
+        ({"reasoning_effort": "hgh"}, "reasoning_effort", "nearest: 'high'"),
         ({"continue_final_message": True}, "continue_final_message", "needs a last message of the assistant"),
         ({"messages": [{**USER[0], "tool_call_id": "b"}]}, "messages[0].tool_call_id", "of the role 'tool'"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "b"}]}]}, "messages[0].tool_calls[0]", "must be {"),
