@@ -228,6 +228,10 @@ class JoinedDrafter(Drafter):
         return [*self.drafter.changed(state), *of_sources, self.survival.counts_CLKG2]
 
     @property
+    def catches_up(self) -> bool:  # type: ignore[override]
+        return self.drafter.catches_up
+
+    @property
     def keeps_states(self) -> bool:  # type: ignore[override]
         return self.drafter.keeps_states
 
