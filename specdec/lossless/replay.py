@@ -173,8 +173,9 @@ def replay(session: Session, file: ReplayFile) -> list[ReplayedText]:
 
     ValueError if the decoder can't run what the file asks for.
     """
+    of_drafts: dict[str, Any] = dict.fromkeys(OF_DRAFTS)
     drafting = replace(file.params, logprobs=None, prompt_logprobs=None, n=1, speculate=True)
-    plain = replace(drafting, **dict.fromkeys(OF_DRAFTS))
+    plain = replace(drafting, **of_drafts)
     prompt, decoder, wait = file.prompt_token_ids, session.decoder, file.grammar_wait
     choice = decoder.new_request(prompt, plain, wait=wait).choice
     found: list[ReplayedText] = []

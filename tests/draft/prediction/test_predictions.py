@@ -246,3 +246,15 @@ def test_captured_rounds(zoo: Zoo, head: str, graphs: Any) -> None:
         assert [out.token_ids for out in outputs] == want
         if predictions is want:
             assert all(out.stats.rounds <= 12 for out in outputs)
+
+
+def test_a_prediction_of_a_text_in_which_nothing_is_drafted(zoo: Zoo) -> None:
+    """Keeps out: a round that looks for predictions where no row has brought one, of which all requests fail."""
+    decoder = decoder_of(zoo, *JOINED)
+    driver = Driver(decoder)
+    driver.speculation.max_draft_length = 12
+    long, short = [7] * 20, [5, 9]
+    given = [SamplingParams(max_tokens=8, prediction=[1, 2, 3], sources=["prediction"]), SamplingParams(max_tokens=8)]
+    outputs = decoder.generate([long, short], given)
+    assert [out.token_ids for out in outputs] == [zoo.greedy("llama", prompt, 8) for prompt in (long, short)]
+    assert [out.stats.drafted > 0 for out in outputs] == [False, True]
