@@ -64,6 +64,13 @@ class Grammars:
             if not self._eos_ids:
                 raise ValueError(f"{what} needs a target whose config names an eos_token_id, with which the text can end")
 
+    def prepare(self, wait: Wait) -> None:
+        """Reads the vocabulary for texts that wait so, if nobody has: it takes long, and other texts wait for `matcher`.
+
+        ValueError if no text can wait so.
+        """
+        self._plan(wait)
+
     def matcher(self, grammar: Grammar) -> Matcher | LateMatcher:
         """A matcher at the beginning of a text.  grammar: one that passed `check`."""
         compiled = self._compile(grammar.kind, grammar.text)
@@ -83,8 +90,10 @@ class Grammars:
 
     def _plan(self, wait: Wait) -> WaitPlan:
         """What tokens do while a text waits for its grammar.  A plan remembers what it has found, so it is kept."""
+        if (found := self._plans.get(wait)) is not None:
+            return found
         inner = self._read_tokenizer("grammar")
-        with self._lock:
+        with self._reading:  # and not the lock, for which texts that run would wait
             if self._vocabulary is None:
                 self._vocabulary = TokenTexts([inner.decode_bytes([token]) for token in range(self._vocab_size)])
             if wait not in self._plans:
