@@ -137,7 +137,8 @@ def candidates_of(
     (B, P, D), M, device = tokens_BPD.shape, tree.num_nodes - 1, tokens_BPD.device
     same_BPPD = (tokens_BPD[:, :, None] == tokens_BPD[:, None]).cumprod(-1).bool()  # [b, p, q, d]: equal up to token d
     numbers_P = arange(P, device)
-    first_BPD = torch.where(same_BPPD, numbers_P[:, None], P).amin(2)  # the first path that begins alike
+    # The first path that begins alike; there may be no path at all, where a row's sources have nothing to read.
+    first_BPD = torch.where(same_BPPD, numbers_P[:, None], P).amin(2) if P else tokens_BPD
     is_own_BPD = (nodes_BPD < 0) & (first_BPD == numbers_P[:, None])
     is_new_BPD = is_own_BPD & (tokens_BPD >= 0)
     places_BPD = M + first_BPD * D + arange(D, device)  # where each token's candidate is, if it is no node of the tree

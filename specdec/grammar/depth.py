@@ -31,8 +31,8 @@ def check_depth(kind: GrammarKind, text: str) -> None:
     depths = (_depth_of_schema(text),) if kind == "json_schema" else _depths_of_grammar(text)
     if (depth := max(depths)) > MAX_DEPTH:
         raise ValueError(
-            f"{kind} can't be used: its parts nest up to {depth} levels through their references; expected at most {MAX_DEPTH}; "
-            "nearest thing that works: repetitions (items, or a rule with * or +) instead of a chain of parts"
+            f"{kind} can't be used: its parts nest up to {depth} levels through their references; expected at most "
+            f"{MAX_DEPTH}; nearest thing that works: repetitions (items, or a rule with * or +) instead of a chain of parts"
         )
 
 
@@ -112,7 +112,7 @@ def _depths_of_grammar(text: str) -> Iterator[int]:
     plain = QUOTED.sub(" ", text.replace("::=", ":"))
     rules = list(RULE.finditer(plain))
     parts: Parts = {}
-    for rule, after in zip(rules, [*rules[1:], None], strict=True):
+    for rule, after in zip(rules, [*rules[1:], None], strict=False):
         body = plain[rule.end() : after.start() if after else len(plain)]
         depth, refers = parts.get(rule[1], (1, set()))
         parts[rule[1]] = (depth + _parentheses(body), refers | set(NAME.findall(body)))

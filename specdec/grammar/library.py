@@ -138,7 +138,8 @@ class Grammars:
             left, reason = _left(Matcher(copy, copy, self._eos_ids, self._vocab_size), goes_on, self._vocab_size)
         if not left:
             raise ValueError(
-                f"{kind} can't be used: no text begins in the way it asks for, or it is too large; llguidance says: {cut(reason)}"
+                f"{kind} can't be used: no text begins in the way it asks for, or it is too large; llguidance says: "
+                f"{cut(reason)}"
             )
         return compiled
 

@@ -5,7 +5,6 @@ Which ones are written so follows from their schemas, for a grammar and a reader
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
