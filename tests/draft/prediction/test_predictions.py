@@ -260,3 +260,14 @@ def test_a_prediction_of_a_text_in_which_nothing_is_drafted(zoo: Zoo) -> None:
     outputs = decoder.generate([long, short], given)
     assert [out.token_ids for out in outputs] == [zoo.greedy("llama", prompt, 8) for prompt in (long, short)]
     assert [out.stats.drafted > 0 for out in outputs] == [False, True]
+
+
+@pytest.mark.parametrize("shape", [(3, 2, 7), (3, 1, 4), ("auto", 2, 6)], ids=str)
+def test_sources_of_which_none_has_a_path(zoo: Zoo, shape: Any) -> None:
+    """Keeps out: a request that fails where its sources are named and the others, which have the paths, do not run."""
+    with decoder_of(zoo, "llama", "ngram", shape) as decoder:
+        ids = [5, 6, 7, 5, 6, 7, 5]
+        want = decoder.generate([ids], SamplingParams(max_tokens=12))[0].token_ids
+        for names in (["suffix"], ["prediction"], ["suffix", "prediction"]):
+            out = decoder.generate([ids], SamplingParams(max_tokens=12, sources=names))[0]
+            assert out.token_ids == want and {name for each in out.sources for name in each.split("+")} <= {*names, ""}
