@@ -261,10 +261,12 @@ class Drafter(ABC):
     caches: what it keeps by slot, in the same pages as the target.  rows: what it keeps by row; None: nothing.
     head: whose weights it reads, if these may hold experts.
     keeps_text: whether it has what follows each token of the rows' texts, and hands it out by `text`, as sources of paths do.
+    catches_up: whether there is anything that it learns after a pause; if not, `keep` has learnt it.
     keeps_states: whether its layers keep states by row, under the same numbers as the target's (specdec/batch/trees/states.py).
     """
 
     keeps_text = keeps_states = False
+    catches_up = True
     caches: Sequence[CachedBySlot] = ()
     rows: Rows | None = None
     head: DraftModel | None = None

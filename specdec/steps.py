@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
-from specdec.config import SAMPLING_OPTIONS, GrammarKind, SpecConfig
+from specdec.config import OF_DRAFTS, SAMPLING_OPTIONS, GrammarKind, SpecConfig
 from specdec.generation import Emitted
 from specdec.grammar.wait import Wait
 from specdec.limits import ZEROS
@@ -19,6 +19,7 @@ from specdec.tables.steps import TableStep
 RoundKind = Literal["plain", "paused", "speculative"]
 STEPS = tuple(dict.fromkeys(declared.step for declared in SAMPLING_OPTIONS.values() if declared.step))
 DRAFTED = frozenset(declared.step for declared in SAMPLING_OPTIONS.values() if declared.drafted)  # steps that drafts know of
+DRAFTING = frozenset(SAMPLING_OPTIONS[name].step for name in OF_DRAFTS)  # steps of rows in which somebody drafts
 # The columns of the table of rows' options, by type.
 FLOATS = tuple(name for name, declared in SAMPLING_OPTIONS.items() if declared.column is float)
 INTS = (*(name for name, declared in SAMPLING_OPTIONS.items() if declared.column is int), "first_end", "processed")
@@ -65,6 +66,10 @@ class Needs(NamedTuple):
     def drafts(self) -> Needs:
         """Those needs that a drafter looks at."""
         return Needs(self.steps & DRAFTED)
+
+    def where(self, drafts: bool) -> Needs:
+        """Those of the row where somebody drafts in it, or nobody does."""
+        return self if drafts or self.steps.isdisjoint(DRAFTING) else self._replace(steps=self.steps - DRAFTING)
 
     @property
     def rules(self) -> bool:

@@ -173,14 +173,14 @@ class JoinedDrafter(Drafter):
 
     def draft(self, state: BatchState, spec: SpecConfig, needs: Needs) -> DraftTree:
         tree = self.drafter.draft(state, spec.of_drafter, needs)
-        if not self._joins(needs):
-            return tree
+        allowed_B = self.allowed_R[: state.rows] if "sources" in needs.steps else None
         places, paths, bits_P = self._round(needs)
+        if not places:  # the round has its drafter's tree alone
+            return tree if allowed_B is None else tree.of_source(DRAFTER).without(allowed_B)
         paths = paths.narrow(state.rows)
         for finder, first, own in places:
             finder.fill(state, spec.levels, paths.of_source(first, own))
         steps_BPD = end_paths(paths, tree, self.survival, spec.levels)
-        allowed_B = self.allowed_R[: state.rows] if "sources" in needs.steps else None
         if allowed_B is not None:
             tree, steps_BPD = without_some(tree, steps_BPD, bits_P, allowed_B)
         if spec.is_chain:
@@ -189,14 +189,10 @@ class JoinedDrafter(Drafter):
             made = joined_tree(tree, paths.tokens_BPD, steps_BPD, bits_P, spec.num_draft_tokens)
         return made if allowed_B is None else made.without(allowed_B)
 
-    def _joins(self, needs: Needs) -> bool:
-        """Whether a round has more than its drafter's tree."""
-        return bool(self._round(needs).places) or "sources" in needs.steps
-
     def extend(self, state: BatchState, needs: Needs, new: NewTokens) -> None:
         self.drafter.extend(state, needs, new)
-        if self._joins(needs):
-            places, paths, _ = self._round(needs)
+        places, paths, _ = self._round(needs)
+        if places:
             self.survival.learn(paths.narrow(state.rows), new, state.active_B)
             for place in places:
                 place.finder.extend(state, new)
@@ -230,6 +226,10 @@ class JoinedDrafter(Drafter):
     def changed(self, state: BatchState) -> list[Tensor]:
         of_sources = [tensor for finder in self.finders for tensor in finder.changed(state)]
         return [*self.drafter.changed(state), *of_sources, self.survival.counts_CLKG2]
+
+    @property
+    def catches_up(self) -> bool:  # type: ignore[override]
+        return self.drafter.catches_up
 
     @property
     def keeps_states(self) -> bool:  # type: ignore[override]

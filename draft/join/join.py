@@ -49,7 +49,8 @@ def joined_tree(tree: DraftTree, tokens_BPD: Tensor, steps_BPD: Tensor, bits_P: 
         candidates = launch_candidates(tree, tokens_BPD, steps_BPD, bits_P)
         return best_nodes(candidates, root_B, num_nodes, max_depth, SHIFT)
     tree = with_scores(tree, steps_BPD[:, -1])
-    tokens_BPD, steps_BPD = tokens_BPD[:, :-1, :D], steps_BPD[:, :-1]
+    tokens_BPD = tokens_BPD[:, :-1, :D]
+    steps_BPD = agreed_steps(tokens_BPD, steps_BPD[:, :-1])
     nodes_BPD = nodes_of_paths(tree, tokens_BPD)
     scores_BN = raised_scores(tree, nodes_BPD, steps_BPD)
     candidates = candidates_of(tree, scores_BN, nodes_BPD, tokens_BPD, steps_BPD, bits_P)
@@ -111,6 +112,16 @@ def without_some(tree: DraftTree, steps_BPD: Tensor, bits_P: Tensor, allowed_B: 
     return tree, torch.where(has_BP[..., None], steps_BPD, OFF)
 
 
+def agreed_steps(tokens_BPD: Tensor, steps_BPD: Tensor) -> Tensor:
+    """[B, P, D] float32: of paths that begin alike, each step that they share is the largest of theirs."""
+    return torch.where(begin_alike(tokens_BPD), steps_BPD[:, None], -torch.inf).amax(2)
+
+
+def begin_alike(tokens_BPD: Tensor) -> Tensor:
+    """[B, P, P, D] bool: [b, p, q, d] says whether paths p and q are equal up to token d."""
+    return (tokens_BPD[:, :, None] == tokens_BPD[:, None]).cumprod(-1).bool()
+
+
 def raised_scores(tree: DraftTree, nodes_BPD: Tensor, steps_BPD: Tensor) -> Tensor:
     """[B, N] float32: the tree's scores, where each step counts as the source has it that expects most of it."""
     assert tree.scores_BN is not None
@@ -132,12 +143,11 @@ def candidates_of(
     """The tree's nodes after the root, then a place for each token of each path; a candidate's sources stand above its token.
 
     A place counts where its path goes on and has left the tree, and no earlier path begins alike up to it; others have a score
-    of -inf.
+    of -inf.  steps_BPD: those of `agreed_steps`, or a node that several paths have would be worth what its first one says.
     """
     (B, P, D), M, device = tokens_BPD.shape, tree.num_nodes - 1, tokens_BPD.device
-    same_BPPD = (tokens_BPD[:, :, None] == tokens_BPD[:, None]).cumprod(-1).bool()  # [b, p, q, d]: equal up to token d
     numbers_P = arange(P, device)
-    first_BPD = torch.where(same_BPPD, numbers_P[:, None], P).amin(2)  # the first path that begins alike
+    first_BPD = torch.where(begin_alike(tokens_BPD), numbers_P[:, None], P).amin(2)  # the first path that begins alike
     is_own_BPD = (nodes_BPD < 0) & (first_BPD == numbers_P[:, None])
     is_new_BPD = is_own_BPD & (tokens_BPD >= 0)
     places_BPD = M + first_BPD * D + arange(D, device)  # where each token's candidate is, if it is no node of the tree

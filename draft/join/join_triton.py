@@ -97,10 +97,12 @@ def join_kernel(
     score_PD = tl.full([PADDED, BLOCK], -float("inf"), tl.float32)
     for p in range(PATHS):
         token_D = tl.sum(tl.where(p_P[:, None] == p, token_PD, 0), 0)
-        sum_D = tl.cumsum(tl.sum(tl.where(p_P[:, None] == p, step_PD, 0.0), 0), 0)
         at, inside = tl.sum(tl.where(p_P == p, at_P, 0), 0), tl.sum(tl.where(p_P == p, inside_P, 0), 0)
         differs_PD = ((token_PD != token_D[None, :]) & ok_D[None, :]).to(tl.int32)
         alike_PD = (tl.cumsum(differs_PD, 1) == 0) & ok_D[None, :]
+        # A step that paths share is the largest of theirs.
+        agreed_PD = tl.where(alike_PD & (p_P < PATHS)[:, None], step_PD, -float("inf"))
+        sum_D = tl.cumsum(tl.where(ok_D, tl.max(agreed_PD, 0), 0.0), 0)
         source_PD = tl.where(alike_PD & (p_P < p)[:, None], source_PD | tl.load(path_bits + p), source_PD)
         alike_P = tl.where(p_P < p, tl.sum(alike_PD.to(tl.int32), 1), 0)
         shared = tl.max(alike_P, 0)  # tokens that an earlier path has too, and

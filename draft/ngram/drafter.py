@@ -60,6 +60,7 @@ class NgramDrafter(Drafter):
     """Trees have the continuations of the best places as their paths; a chain has that of the best one."""
 
     keeps_text = True
+    catches_up = False
 
     def __init__(self, context: DrafterContext) -> None:
         self.finder = OwnTextFinder(context)

@@ -77,6 +77,12 @@ class DraftTree:
             there_BN = torch.where(nodes_N > 0, torch.where(is_it_BNN, nodes_N, -1).amax(-1), 0)
         self.sources_BN.copy_(torch.where(there_BN > 0, drafted.sources_BN.gather(1, there_BN.clamp(min=0)), 0))
 
+    def of_source(self, bit: int) -> DraftTree:
+        """The tree, of which one source has proposed all nodes."""
+        sources_BN = torch.full_like(self.tokens_BN, bit)
+        sources_BN[:, 0] = 0
+        return replace(self, sources_BN=sources_BN)
+
     def without(self, allowed_B: Tensor) -> DraftTree:
         """The tree of rows that do without some sources: nodes that these alone propose are nobody's.
 

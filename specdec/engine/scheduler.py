@@ -150,9 +150,8 @@ class Scheduler:
             if self.batch.is_full or state.unread:
                 break
             request = state.request
-            if self.speculation.is_over(request.num_tokens) or request.drafted_until is not None:
-                request.drafted_until = 0
-            speculates = self._speculates(request)
+            ends = self.speculation.is_over(request.num_tokens) or request.drafted_until is not None
+            speculates = not ends and self._speculates(request)
             # If it speculates, the pages of those that don't will lack the drafter's keys and values.
             entering = [other for other in self.states if not other.runs and speculates <= self._speculates(other.request)]
             verdict = self.pages.enter(state, speculates, entering)
@@ -160,6 +159,7 @@ class Scheduler:
                 continue
             if verdict is EntryDecision.NO_ROOM:
                 break
+            request.drafted_until = 0 if ends else None
             self.waiting.remove(state)
             self.stepped_back.pop(state, None)
             self.totals.recomputed_tokens += state.recomputed
@@ -323,8 +323,8 @@ class Scheduler:
             self.speculation.pause = 0
 
     def _needs(self, requests: list[Request]) -> steps.Needs:
-        """What a batch of these requests needs to choose its tokens."""
-        return self._batch_needs.of(request.choice.needs for request in requests)
+        """What a batch of these requests needs to draft and to choose its tokens."""
+        return self._batch_needs.of(each.choice.needs.where(self._speculates(each)) for each in requests)
 
     def _speculates(self, request: Request) -> bool:
         """Whether draft tokens may be accepted for the request, so that the drafter must know its text."""

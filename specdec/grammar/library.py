@@ -17,11 +17,13 @@ import numpy as np
 
 from specdec.checks import about
 from specdec.config import GrammarKind
+from specdec.grammar.depth import check_depth
 from specdec.grammar.late import LateMatcher
 from specdec.grammar.matcher import Matcher
 from specdec.grammar.wait import TokenTexts, Wait, WaitPlan
 from specdec.steps import Grammar
 
+MAX_REASON = 500  # characters of what the library says of a fault
 MAX_KEPT = 64  # compiled grammars of one decoder; a further one takes the place of the one that was used least recently
 # Between two tokens of JSON: a blank, or a line break and an indentation.  Models that were not trained on JSON write blanks
 # for ever where any number of them is allowed.  A schema may say otherwise ("x-guidance", see the library).
@@ -64,6 +66,13 @@ class Grammars:
             if not self._eos_ids:
                 raise ValueError(f"{what} needs a target whose config names an eos_token_id, with which the text can end")
 
+    def prepare(self, wait: Wait) -> None:
+        """Reads the vocabulary for texts that wait so, if nobody has: it takes long, and other texts wait for `matcher`.
+
+        ValueError if no text can wait so.
+        """
+        self._plan(wait)
+
     def matcher(self, grammar: Grammar) -> Matcher | LateMatcher:
         """A matcher at the beginning of a text.  grammar: one that passed `check`."""
         compiled = self._compile(grammar.kind, grammar.text)
@@ -83,8 +92,10 @@ class Grammars:
 
     def _plan(self, wait: Wait) -> WaitPlan:
         """What tokens do while a text waits for its grammar.  A plan remembers what it has found, so it is kept."""
+        if (found := self._plans.get(wait)) is not None:
+            return found
         inner = self._read_tokenizer("grammar")
-        with self._lock:
+        with self._reading:  # and not the lock, for which texts that run would wait
             if self._vocabulary is None:
                 self._vocabulary = TokenTexts([inner.decode_bytes([token]) for token in range(self._vocab_size)])
             if wait not in self._plans:
@@ -127,8 +138,7 @@ class Grammars:
         """`_build`, after a look at whether any text obeys."""
         compiled = self._build(kind, text)
         if compiled.is_error():
-            reason = " ".join(compiled.get_error().split())
-            raise ValueError(f"{kind} can't be used: {reason}; expected what llguidance supports")
+            raise ValueError(f"{kind} can't be used: {cut(compiled.get_error())}; expected what llguidance supports")
         # The library finds that a grammar has no text, or is too large for it, only when it is asked for tokens.
         copy = compiled.deep_copy  # for renewal too: nothing else has looked at it yet
         left, reason = _left(Matcher(copy, copy, self._eos_ids, self._vocab_size), (), self._vocab_size)
@@ -137,7 +147,8 @@ class Grammars:
             left, reason = _left(Matcher(copy, copy, self._eos_ids, self._vocab_size), goes_on, self._vocab_size)
         if not left:
             raise ValueError(
-                f"{kind} can't be used: no text begins in the way it asks for, or it is too large; llguidance says: {reason}"
+                f"{kind} can't be used: no text begins in the way it asks for, or it is too large; llguidance says: "
+                f"{cut(reason)}"
             )
         return compiled
 
@@ -145,13 +156,14 @@ class Grammars:
         """The library's matcher at the beginning of a text, which shares nothing with others."""
         from llguidance import LLMatcher, LLParserLimits, grammar_from
 
+        check_depth(kind, text)
         try:
             if kind == "json_schema":
                 source = LLMatcher.grammar_from_json_schema(text, defaults=_defaults(text))
             else:
                 source = grammar_from(kind, text)
         except ValueError as error:
-            raise ValueError(f"{kind} can't be read: {error}") from None
+            raise ValueError(f"{kind} can't be read: {cut(error)}") from None
         limits = LLParserLimits(verbose_errors=False)
         return LLMatcher(self._read_tokenizer(kind), source, log_level=0, limits=limits)
 
@@ -169,6 +181,12 @@ class Grammars:
                         f"{kind} needs a tokenizer that llguidance can read, of at most {self._vocab_size} ids: {error}"
                     ) from error
         return self._tokenizer
+
+
+def cut(reason: object) -> str:
+    """What the library says, on one line: it quotes what it was given."""
+    said = " ".join(str(reason)[: 2 * MAX_REASON].split())
+    return said if len(said) <= MAX_REASON else said[:MAX_REASON] + "..."
 
 
 def _defaults(schema: str) -> dict[str, Any]:

@@ -57,6 +57,7 @@ class TokenTexts:
         self.tokens = tokens
         self._sorted = sorted(range(len(tokens)), key=tokens.__getitem__)
         self._keys = [tokens[token] for token in self._sorted]
+        self._holding: dict[bytes, list[int]] = {}
 
     def beginning_with(self, text: bytes) -> list[int]:
         """The tokens that are longer than a text, and begin with it."""
@@ -64,8 +65,10 @@ class TokenTexts:
         return [token for token in self._sorted[begin:end] if len(self.tokens[token]) > len(text)]
 
     def holding(self, text: bytes) -> list[int]:
-        """The tokens that hold a text and go on after it."""
-        return [token for token, held in enumerate(self.tokens) if text in held[:-1]]
+        """The tokens that hold a text and go on after it.  All are looked at, so what is found is kept."""
+        if text not in self._holding:
+            self._holding[text] = [token for token, held in enumerate(self.tokens) if text in held[:-1]]
+        return self._holding[text]
 
     def spelled(self, text: bytes) -> list[int]:
         """Tokens that together are a text, the longest first.  ValueError if there are none."""
@@ -87,10 +90,15 @@ class TokenTexts:
 
 
 class WaitPlan:
-    """A Wait over a vocabulary: what a token does to a state, and which tokens may not come there."""
+    """A Wait over a vocabulary: what a token does to a state, and which tokens may not come there.
+
+    ValueError where a grammar's texts begin with a marker that no tokens write.
+    """
 
     def __init__(self, wait: Wait, vocabulary: TokenTexts) -> None:
         self._markers = tuple(marker.encode() for marker in wait.markers)
+        for marker in self._markers if wait.keeps_marker else ():
+            vocabulary.spelled(marker)
         self._at_start, self._keeps_marker, self._vocabulary = wait.at_start, wait.keeps_marker, vocabulary
         thought = wait.thought
         self._open, self._close = (thought.open.encode(), thought.close.encode()) if thought is not None else (b"", b"")

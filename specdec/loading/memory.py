@@ -33,6 +33,7 @@ from specdec.models.kv import cache_layout
 
 AUDIT_PIECE = 64  # places of a text whose logits the audit holds at once
 LOGITS_COPIES = 6  # scores, noise and masks beside them
+PRODUCTS_BYTES = 64 << 20  # torch gives cuBLAS 32 MiB a thread on a Hopper GPU; two threads multiply
 
 
 class StatePlan(NamedTuple):
@@ -245,7 +246,8 @@ def audit_bytes(config: ModelConfig, settings: EngineSettings, weights: int) -> 
     """What comparing a longest text with the reference takes on a rank while it goes on; 0 without `audit`.
 
     weights: the bytes of the rank's share of the target.  In the wider dtype, there are one layer and the tables of embeddings,
-    what a pass over the text takes, the scores of all pairs of its tokens where attention keeps them, and some logits.
+    what a pass over the text takes, the scores of all pairs of its tokens where attention keeps them, and some logits; and on
+    a GPU what cuBLAS keeps.
     """
     options, own = settings.options, settings.dtype.itemsize
     if not options.audit:
@@ -256,7 +258,8 @@ def audit_bytes(config: ModelConfig, settings: EngineSettings, weights: int) -> 
     layer = max(0, weights - tables) // config.num_layers
     widened = (tables + layer) * wide // own if wide > own else 0
     scores = 3 * wide * config.num_heads * tokens**2
-    return widened + pass_bytes(config, tokens, AUDIT_PIECE * LOGITS_COPIES, 0, wide) + scores
+    products = PRODUCTS_BYTES if settings.device.type == "cuda" else 0
+    return widened + pass_bytes(config, tokens, AUDIT_PIECE * LOGITS_COPIES, 0, wide) + scores + products
 
 
 def pool_bytes(device: torch.device, asked: str | int | float = "auto", reserved: int = 0) -> float:

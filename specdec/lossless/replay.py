@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from specdec.checks import MAX_FILE
-from specdec.config import SamplingParams, SpecConfig
+from specdec.config import OF_DRAFTS, SamplingParams, SpecConfig
 from specdec.engine.needs import RowChoice
 from specdec.engine.request import Request
+from specdec.grammar.wait import Thought, Wait
 from specdec.loading.resolve import EngineSettings
-from specdec.lossless.near_tie import first_divergence, text_of
+from specdec.lossless.choice import GeneratedText
+from specdec.lossless.near_tie import first_divergence
 from specdec.lossless.reference import ReferenceCheck, read_together
 from specdec.options import AUDIT, EngineOptions
 from specdec.session import Session
@@ -52,6 +54,7 @@ class ReplayFile:
 
     settings: of the decoder, by option.  spec: the tree's shape; None: it had no drafter.  wrong: tokens that rounding does not
     explain, as fields of `Judged`.  bound: the median over the output's places.  texts: prompt and output, where asked for.
+    wait: from where on the grammar of `sampling` holds, as fields of `Wait`; None: from the first token.
     """
 
     target: str
@@ -68,6 +71,7 @@ class ReplayFile:
     wrong: list[dict[str, Any]]
     bound: float
     texts: dict[str, str] | None = None
+    wait: dict[str, Any] | None = None
     format: str = FORMAT
 
     @classmethod
@@ -83,15 +87,17 @@ class ReplayFile:
         sampling = {item.name: getattr(finished.sampling, item.name) for item in fields(SamplingParams)}
         if texts is None:
             sampling["prediction"] = None  # it is a text, and changes no token
+        wait = finished.choice.grammar.wait if finished.choice.grammar is not None else None
         return cls(
             spec=None if settings.spec is None else asdict(settings.spec),
-            settings={name: str(value) if isinstance(value, Path) else value for name, value in settings.by_option().items()},
+            settings={name: _plain(value) for name, value in settings.by_option().items()},
             date=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             prompt_token_ids=finished.prompt_ids,
             token_ids=finished.token_ids,
             origins=finished.origins,
             speculate=finished.speculate,
-            sampling=sampling,
+            sampling={name: _plain(value) for name, value in sampling.items()},
+            wait=None if wait is None else {**wait._asdict(), "thought": wait.thought and wait.thought._asdict()},
             wrong=[asdict(each) for each in check.off],
             bound=check.bound,
             texts=texts,
@@ -129,6 +135,13 @@ class ReplayFile:
         return SamplingParams(**given)
 
     @property
+    def grammar_wait(self) -> Wait | None:
+        if self.wait is None:
+            return None
+        thought = self.wait["thought"]
+        return Wait(**{**self.wait, "thought": thought and Thought(**thought), "markers": tuple(self.wait["markers"])})
+
+    @property
     def shape(self) -> SpecConfig | None:
         return None if self.spec is None else SpecConfig(**self.spec)
 
@@ -160,16 +173,33 @@ def replay(session: Session, file: ReplayFile) -> list[ReplayedText]:
 
     ValueError if the decoder can't run what the file asks for.
     """
-    params, prompt = replace(file.params, logprobs=None, n=1), file.prompt_token_ids
+    of_drafts: dict[str, Any] = dict.fromkeys(OF_DRAFTS)
+    drafting = replace(file.params, logprobs=None, prompt_logprobs=None, n=1, speculate=True)
+    plain = replace(drafting, **of_drafts)
+    prompt, decoder, wait = file.prompt_token_ids, session.decoder, file.grammar_wait
+    choice = decoder.new_request(prompt, plain, wait=wait).choice
     found: list[ReplayedText] = []
 
     def compare(name: str, ids: Sequence[int]) -> None:
         with session.turn():
-            check = read_together(session, text_of(session, prompt, ids, params))
-        found.append(ReplayedText(name, first_divergence(file.token_ids, ids), check))
+            text = GeneratedText(prompt, ids, plain, choice, session.masks(choice, ids))
+            found.append(ReplayedText(name, first_divergence(file.token_ids, ids), read_together(session, text)))
+
+    def write(name: str, params: SamplingParams, speculate: bool) -> None:
+        (generation,) = decoder.run([decoder.new_request(prompt, params, speculate=speculate, wait=wait)])
+        compare(name, generation.token_ids)
 
     compare("recorded", file.token_ids)
-    sides = {"plain now": False} if session.head is None else {"plain now": False, "speculative now": True}
-    for name, speculate in sides.items():
-        compare(name, session.generate([prompt], [params], speculate=speculate)[0].token_ids)
+    write("plain now", plain, speculate=False)
+    if session.head is not None:
+        write("speculative now", drafting, speculate=True)
     return found
+
+
+def _plain(value: Any) -> Any:
+    """A setting as JSON holds it and its door takes it again."""
+    if isinstance(value, SpecConfig):
+        return list(value.numbers)
+    if isinstance(value, tuple):
+        return [_plain(each) for each in value]
+    return str(value) if isinstance(value, Path) else value

@@ -50,7 +50,8 @@ def check_kwargs(kwargs: Mapping[str, Any], variables: frozenset[str], name: str
 def with_objects(messages: Sequence[Any]) -> list[Any]:
     """The messages with arguments of calls as objects, which most templates write as JSON by themselves.
 
-    Arguments that are no JSON of an object, as those of an answer that was cut off, stay texts.
+    Arguments that are no JSON of an object, as those of an answer that was cut off, stay texts, and so do those that a
+    template could not write: numbers that JSON does not have, and halves of characters.
     """
     return [
         {**each, "tool_calls": [*map(_with_object, each["tool_calls"])]} if isinstance(each.get("tool_calls"), list) else each
@@ -64,6 +65,7 @@ def _with_object(call: Any) -> Any:
         return call
     try:
         held = json.loads(function["arguments"])
-    except (KeyError, TypeError, ValueError):
+        json.dumps(held, ensure_ascii=False, allow_nan=False).encode()
+    except (KeyError, TypeError, ValueError, RecursionError):
         return call
     return {**call, "function": {**function, "arguments": held}} if isinstance(held, dict) else call

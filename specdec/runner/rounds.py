@@ -57,9 +57,9 @@ class RoundRunner:
     def catch_up(self, state: BatchState, step: CatchUp) -> None:
         """Has the drafter learn all tokens of a pause at once."""
         drafter = self.workers.need_drafter()
-        changed = drafter.changed(state)
-        if not changed:  # a drafter that keeps nothing has nothing to learn
+        if not drafter.catches_up:  # and nothing would be captured
             return
+        changed = drafter.changed(state)
         with self.clock.phase("extend"):
             key = "catch up", state.shape, step.needs.drafts
             self.phase_graphs.run(key, lambda: drafter.catch_up(state, step.needs), changed)

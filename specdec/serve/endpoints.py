@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from specdec import __version__
+from specdec.checks import shown
 from specdec.serve.chats.reply_stream import writer_of
 from specdec.serve.generate import make_requests, prompts_of, run_all
 from specdec.serve.metrics import registry_of
@@ -71,7 +72,10 @@ class Endpoints:
             state.check_open()
             enabled = fields.only_used(await self._body(request), ("enabled",), {}, "").get("enabled")
             if not isinstance(enabled, bool):
-                raise wrong("enabled", 'enabled must be true or false; nearest thing that works: {"enabled": true}')
+                raise wrong(
+                    "enabled",
+                    f'enabled must be true or false, got {shown(enabled)}; nearest thing that works: {{"enabled": true}}',
+                )
             if decoder.head is None:
                 raise wrong("enabled", "there is no drafter here to switch; nearest thing that works: a server with --draft")
             decoder.set_drafting(enabled)
@@ -82,7 +86,7 @@ class Endpoints:
         return await answer_tokenize(self._state, request, await self._body(request))
 
     async def detokenize(self, request: Request) -> Response:
-        return await answer_detokenize(self._state, await self._body(request))
+        return await answer_detokenize(self._state, request, await self._body(request))
 
     async def version(self, request: Request) -> Response:
         return JSONResponse({"version": __version__})

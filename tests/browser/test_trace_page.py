@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 from toolkit.serving.traces import HOSTILE, drawn_trace
 
-from specdec.generation import Round
-from specdec.steps import NodeTable
+from specdec.generation import NodeTable, Round
 from specdec.trace.html import as_html
 from specdec.trace.trace import Trace, TracedText
 

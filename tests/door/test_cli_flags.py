@@ -80,11 +80,8 @@ SAMPLED: dict[str, tuple[list[str], Any]] = {
 }
 # The others have one text a prompt, print no probabilities, and run many prompts, of which a prediction is one's.
 GENERATE_ALONE = ("logprobs", "logprobs_mode", "n", "prediction")
-NO_FLAG = (
-    "sources",
-    "shape",
-    "speculate",
-)  # --draft names who drafts, --spec the shape, and --no-speculate or a --target alone decodes plainly
+# --draft names who drafts, --spec the shape, --no-speculate or a --target alone decodes plainly; the last two are for programs.
+NO_FLAG = ("sources", "shape", "speculate", "prompt_logprobs", "include_stop_str_in_output")
 NOT_IN_BENCH = ("json_schema", "regex", "grammar")  # rounds with a grammar have a benchmark, texts.grammar_rounds
 
 

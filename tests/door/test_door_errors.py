@@ -96,7 +96,7 @@ SAMPLING_ERRORS = [
     (dict(regex="a", ignore_eos=True), ValueError, "ignore_eos would go on .* nearest: ignore_eos=False"),
     (dict(bad_words=["\ud800"]), ValueError, "bad_words holds .* half of a surrogate pair"),
     (dict(max_tokens=4, min_tokens=5), ValueError, "min_tokens must be at most max_tokens = 4, got 5; nearest .* min_tokens=4"),
-    (dict(logprobs=21), ValueError, "logprobs must be in .* got 21; nearest .* logprobs=20"),
+    (dict(logprobs=1025), ValueError, "logprobs must be in .* got 1025; nearest .* logprobs=1024"),
     (dict(logprobs=True), TypeError, "logprobs must be an int, got True"),
     (dict(logprobs=1, logprobs_mode="Raw"), ValueError, "logprobs_mode must be 'raw' or 'processed'.* logprobs_mode='raw'"),
     (dict(logprobs_mode="processed"), ValueError, "logprobs_mode would do nothing without logprobs; nearest .* logprobs=0"),

@@ -74,7 +74,7 @@ EAGLE3_ERRORS: list[tuple[Callable[[Tensors], Any] | None, dict[str, Any], str]]
     (None, dict(vocab_size=41), "vocab_size must be the target's 40, got 41"),
     (None, dict(target_hidden_size=64), "target_hidden_size must be the target's 32, got 64"),
     (None, dict(num_hidden_layers=2), "an EAGLE-3 head must have num_hidden_layers 1, got 2"),
-    (None, dict(quantization_config={"quant_method": "fp8"}), "quantization_config"),
+    (None, dict(quantization_config={"quant_method": "fp8"}), "'fc.weight' is not quantised .F32., but by config.json"),
     (None, dict(draft_vocab_size=25), r"'d2t' must have shape \(25,\), got \(26,\)"),
     (None, dict(draft_vocab_size="absent"), r"'d2t' must have shape \(40,\), got \(26,\)"),
     (lambda t: t.pop("d2t"), {}, "needs a d2t tensor"),

@@ -16,7 +16,7 @@ from toolkit.checkpoints.tokenizers import byte_tokenizer
 from specdec.grammar.late import LateMatcher
 from specdec.grammar.library import Grammars
 from specdec.grammar.matcher import ALL
-from specdec.grammar.wait import Thought, Wait
+from specdec.grammar.wait import Thought, TokenTexts, Wait, WaitPlan
 from specdec.steps import Grammar
 
 V, EOS, OPEN, CLOSE, CALL = 384, 300, 301, 302, 303
@@ -118,3 +118,15 @@ def test_a_token_that_goes_on_after_the_marker_is_banned(grammars: Grammars) -> 
     within = allowed(after(grammars, WAITS["marker"], ids("<") + ids("call")))
     assert ids(">b")[0] not in within and ids(">")[0] in within and ids("@(x")[0] in within
     assert (after(grammars, WAITS["marker"], ids("z")) == ALL).all()
+
+
+def test_a_marker_that_nobody_can_write_is_refused_at_the_door() -> None:
+    """Keeps out: an error on the engine's thread, of which every text dies, and a vocabulary that is read there."""
+    vocabulary = TokenTexts([b"a", b"b", b"ab"])
+    with pytest.raises(ValueError, match="no tokens of the vocabulary write b'z"):
+        WaitPlan(Wait(None, ("az",), keeps_marker=True), vocabulary)
+    assert WaitPlan(Wait(None, ("aba",), keeps_marker=True), vocabulary).spelled(b"aba") == [2, 0]
+    grammars = Grammars(INNER.backend_tokenizer.to_str, V, [300])
+    grammars.prepare(WAITS["marker"])
+    grammars._read_tokenizer = None  # type: ignore[assignment,method-assign]
+    assert grammars._plan(WAITS["marker"]).waits

@@ -58,7 +58,7 @@ def test_greedy_requests_may_have_what_only_sampling_looks_at(served: Served) ->
 
 # Fields that are read by code of their own, and who reads them.
 OTHERS = {
-    "prompt": "_prompts", "messages": "read_chat", "model": "_check_model", "max_tokens": "_max_tokens",
+    "prompt": "_prompts", "messages": "read_chat", "model": "check_model", "max_tokens": "_max_tokens",
     "max_completion_tokens": "_max_tokens", "n": "read_plan", "stream": "_streaming", "stream_options": "_streaming",
     "prediction": "_sampling", "min_tokens": "read_plan", "logprobs": "_completion_logprobs",
     "top_logprobs": "_chat_logprobs", "response_format": "grammar_of",

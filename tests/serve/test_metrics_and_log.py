@@ -131,7 +131,7 @@ def test_a_line_a_request_without_its_text(pair: SpecDecoder) -> None:
         text = served.post(PATH, good).json()["choices"][0]["text"]
         served.post(PATH, {**good, "stream": True, "n": 2})
         served.requests_logged(2)  # its line comes a moment after its last event
-        for wrong in ({"prompt": [SECRET, 3]}, {"stop": [SECRET, 1]}, {SECRET: 1}, {"model": SECRET}, {"user": [SECRET]}):
+        for wrong in ({"prompt": [SECRET, 3]}, {"stop": [SECRET, 1]}, {SECRET: 1}, {"model": SECRET}, {"seed": [SECRET]}):
             assert served.post(PATH, {**good, **wrong}).status_code in (400, 404)
         with Driver(pair).fail_in("verify", RuntimeError(f"can't read {SECRET}")):
             error_of(served.post(PATH, good), 500)

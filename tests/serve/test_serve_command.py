@@ -38,6 +38,11 @@ OTHER: dict[str, tuple[list[str], Any]] = {  # of each option: a value that is n
     "grace_seconds": (["0"], 0),
     "log_prompts": ([], True),
     "page": ([], False),
+    "metrics_aliases": (["vllm"], "vllm"),
+    "max_logprobs": (["30"], 30),
+    "tool_parser": (["hermes"], "hermes"),
+    "reasoning_parser": (["think"], "think"),
+    "lenient": ([], True),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from typing import Any
 
@@ -31,8 +32,30 @@ def value_at(cursor: TextCursor, depth: int = 0) -> Any:
     if word in WORDS:
         return WORDS[word]
     if NUMBER.fullmatch(word):
-        return json.loads(word) if not word.lstrip("-").startswith("0") or "." in word or word in ("0", "-0") else int(word)
+        try:
+            return json_value(re.sub("^(-?)0+(?=[0-9])", r"\1", word))  # JSON has no zeros before a number
+        except ValueError:
+            raise BrokenCall from None
     raise BrokenCall
+
+
+def json_value(text: str) -> Any:
+    """The value of JSON that a model has written.  ValueError for what is none, and for what can't be written as JSON again."""
+    try:
+        return json.loads(text, parse_constant=_refused, parse_float=_finite)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"{text[:40]} is too large a number")
+    return number
+
+
+def _refused(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
 
 
 def _text(cursor: TextCursor, quote: str) -> str:

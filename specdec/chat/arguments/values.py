@@ -5,17 +5,19 @@ Which ones are written so follows from their schemas, for a grammar and a reader
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
+from specdec.chat.arguments.literals import json_value
 from specdec.chat.lark import LarkWriter, joined, one_of
 from specdec.chat.tools import Tool
+from specdec.checks import shown
 
 BOUND = ("pattern", "format", "minLength", "maxLength", "enum", "const", "contentEncoding", "contentMediaType")
 UNIONS = ("anyOf", "oneOf")
-MAX_REFS = 32
+MAX_REFS, MAX_BRANCHES = 32, 256
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Parameter:
         """The value that a text stands for.  ValueError if it should be JSON and is not."""
         if self.is_plain:
             return None if text == "null" and self.types is not None and "null" in self.types else text
-        return json.loads(text)
+        return json_value(text)
 
     def expression(self, before_end: str, end: str, lark: LarkWriter) -> str:
         """What matches a value and the mark after it.
@@ -52,18 +54,26 @@ class Parameter:
 
 
 def parameters_of(tool: Tool) -> list[Parameter]:
-    """The parameters in the order of the schema.  ValueError, with the tool's name, where the schema has none by name."""
+    """The parameters in the order of the schema.  ValueError, with the tool's name, where the schema has none by name.
+
+    What else is wrong with a parameter's schema the grammar's library says.
+    """
     schema = tool.parameters
     if odd := [key for key in ("anyOf", "oneOf", "allOf", "$ref", "patternProperties") if key in schema]:
         raise ValueError(
             f"the parameters of {tool.name!r} hold {odd[0]}, which this model's format of calls can't write; nearest thing "
             "that works: an object with properties"
         )
-    required = schema.get("required", ())
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if not isinstance(properties, Mapping) or not isinstance(required, list | tuple):
+        raise ValueError(
+            f"the parameters of {tool.name!r} must have an object for 'properties' and a list for 'required', got "
+            f"{shown(properties)} and {shown(required)}; nearest setting that works: {{}} and []"
+        )
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     return [
         _parameter(name, {**(held if isinstance(held, Mapping) else {}), **shared}, name in required)
-        for name, held in schema.get("properties", {}).items()
+        for name, held in properties.items()
     ]
 
 
@@ -88,7 +98,9 @@ def all_in_order(parameters: Sequence[Parameter], expressions: Sequence[str], be
 
 
 def _parameter(name: str, schema: Mapping[str, Any], is_required: bool) -> Parameter:
-    branches = list(_branches(schema, schema, MAX_REFS))
+    branches = list(islice(_branches(schema, schema, MAX_REFS), MAX_BRANCHES + 1))
+    if len(branches) > MAX_BRANCHES:  # references double them at each step
+        branches = [{}]
     found = [_types(branch) for branch in branches]
     types = None if any(each is None for each in found) else frozenset().union(*(each or () for each in found))
     is_text = types is not None and "string" in types and types <= {"string", "null"}
@@ -96,7 +108,7 @@ def _parameter(name: str, schema: Mapping[str, Any], is_required: bool) -> Param
         is_text
         and types == frozenset(["string"])
         and len(branches) == 1
-        and "enum" in branches[0]
+        and isinstance(branches[0].get("enum"), list)
         and not any(key in branches[0] for key in BOUND if key != "enum")
     ):
         return Parameter(name, schema, is_required, types, True, tuple(branches[0]["enum"]))
@@ -115,7 +127,7 @@ def _branches(schema: Any, root: Mapping[str, Any], left: int) -> Iterator[Mappi
         yield from _branches(held, root, left - 1)
     elif any(isinstance(schema.get(key), list) for key in UNIONS):
         for key in UNIONS:
-            for each in schema.get(key, ()):
+            for each in schema[key] if isinstance(schema.get(key), list) else ():
                 yield from _branches(each, root, left - 1)
     else:
         yield schema
@@ -130,4 +142,4 @@ def _types(schema: Mapping[str, Any]) -> frozenset[str] | None:
     kind = schema.get("type")
     if isinstance(kind, str):
         return frozenset([kind])
-    return frozenset(kind) if isinstance(kind, list) else None
+    return frozenset(map(str, kind)) if isinstance(kind, list) else None

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
 from specdec.chat.arguments.cursor import BrokenCall, IncompleteCall, TextCursor
 from specdec.chat.said import Said, new_id
 
+SURROGATE = re.compile("[\ud800-\udfff]")
 Call = tuple[str, dict[str, Any]]  # a function's name and its arguments
 
 
@@ -43,7 +45,7 @@ class WholeCallReader:
                 break
             name, arguments = call
             said.append(Said("call", name, self._count, new_id()))
-            said.append(Said("arguments", json.dumps(arguments, ensure_ascii=False), self._count))
+            said.append(Said("arguments", _as_json(arguments), self._count))
             self._count += 1
         return said
 
@@ -51,3 +53,9 @@ class WholeCallReader:
         if self.leftover is None:
             self.leftover = self._buffer
         return []
+
+
+def _as_json(arguments: dict[str, Any]) -> str:
+    """In ASCII where it holds half of a surrogate pair, which is no UTF-8."""
+    written = json.dumps(arguments, ensure_ascii=False)
+    return written if written.isascii() or not SURROGATE.search(written) else json.dumps(arguments)

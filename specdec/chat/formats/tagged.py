@@ -42,6 +42,7 @@ class TaggedFormat:
 
     def _call(self, tool: Tool, lark: LarkWriter) -> str:
         parameters = parameters_of(tool)
+        self._check(tool, parameters)
         line = "\n" if self.lines else ""
         written = [
             joined(
@@ -54,6 +55,16 @@ class TaggedFormat:
         begin = lark.text(self.before_name + tool.name + self.after_name + "\n")
         arguments = all_in_order(parameters, written, "", lark)
         return lark.named(joined(begin, arguments, lark.text("\n".join(self.end_call))), "call")
+
+    def _check(self, tool: Tool, parameters: Sequence[Parameter]) -> None:
+        """ValueError for names and choices in which a mark of the format would end them too early."""
+        for each in parameters:
+            for text, mark in ((each.name, self.after_key[0]), *((choice, self.end_value) for choice in each.choices or ())):
+                if mark in text:
+                    raise ValueError(
+                        f"the parameter {each.name[:100]!r} of {tool.name!r} holds {mark!r} in {text[:100]!r}, with which this "
+                        "model's format of calls ends such a text; nearest thing that works: another text"
+                    )
 
     def reader(self, tools: Sequence[Tool], marker: str) -> WholeCallReader:
         known = {tool.name: {each.name: each for each in parameters_of(tool)} for tool in tools}

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from typing import Any
 
 from specdec.checks import shown
 from specdec.serve.responses.history import read_input
+from specdec.serve.responses.output import ECHOED
 from specdec.serve.wire.errors import ApiError, wrong
 from specdec.serve.wire.fields import EXTENSIONS, SAMPLING_FIELDS, SILENT_FIELDS, UNSUPPORTED, only_used
 
@@ -48,6 +51,7 @@ CALLED = {
 
 def chat_body(body: dict[str, Any], lenient: bool = False) -> dict[str, Any]:
     """The body of the chat that is asked for.  ApiError 400 with the name of the field that is wrong."""
+    _check_echoed(body)
     body = {name: value for name, value in body.items() if name not in SILENT_FIELDS or name in ELSEWHERE}
     for name, why in ELSEWHERE.items():
         if body.get(name) not in (None, False):
@@ -85,6 +89,17 @@ def rename(error: ApiError) -> None:
         if param == chat or param.startswith((f"{chat}.", f"{chat}[")):
             error.param, error.message = own + param.removeprefix(chat), error.message.replace(chat, own)
             return
+
+
+def _check_echoed(body: dict[str, Any]) -> None:
+    """ApiError 400 for a field that the response repeats and that holds a number such as 1e999, which JSON can't hold again."""
+    for name in ECHOED:
+        try:
+            json.dumps(body.get(name), allow_nan=False)
+        except ValueError:
+            raise wrong(
+                name, f"{name} must hold finite numbers, got {shown(body[name])}; nearest: {sys.float_info.max:g}"
+            ) from None
 
 
 def _object(name: str, value: Any, used: tuple[str, ...]) -> dict[str, Any]:

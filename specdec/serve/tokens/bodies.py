@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 
 from specdec.chat.tools import read_rules
 from specdec.checks import about, field_of, require_bool, require_ids, shown
-from specdec.serve.chats.messages import read_chat
+from specdec.serve.chats.messages import effort_of, read_chat
 from specdec.serve.wire.errors import wrong
 from specdec.serve.wire.fields import TEMPLATE_FIELDS, TOOL_FIELDS, only_used
+from specdec.serve.wire.requests import check_model
 
 TEXT_FIELDS = ("model", "prompt", "add_special_tokens", "return_token_strs")
 CHAT_FIELDS = ("model", "messages", "return_token_strs", *TOOL_FIELDS, *TEMPLATE_FIELDS)
@@ -18,25 +19,28 @@ CHAT_FIELDS = ("model", "messages", "return_token_strs", *TOOL_FIELDS, *TEMPLATE
 class TokenizePlan(NamedTuple):
     """prompt: a text or a chat.  special: whether a text gets the tokens that the tokenizer puts around texts.
 
-    strings: whether the text of each token is wanted.
+    strings: whether the text of each token is wanted.  effort: see RequestPlan.
     """
 
     prompt: Any
     special: bool
     strings: bool
+    effort: str | None = None
 
 
-def read_tokenize_plan(body: dict[str, Any]) -> TokenizePlan:
-    """The plan of a body.  ApiError 400 with the name of the field that is wrong."""
+def read_tokenize_plan(body: dict[str, Any], model_name: str) -> TokenizePlan:
+    """The plan of a body.  ApiError 400 or 404 with the name of the field that is wrong."""
     is_chat = body.get("messages") is not None
     values = only_used(body, CHAT_FIELDS if is_chat else TEXT_FIELDS, {}, "")
+    check_model(values.get("model"), model_name)
     try:
         with about("add_special_tokens"):
             special = require_bool("add_special_tokens", values.get("add_special_tokens", True), True)
         with about("return_token_strs"):
             strings = require_bool("return_token_strs", values.get("return_token_strs", False), False)
         if is_chat:
-            return TokenizePlan(read_chat(values, read_rules(*map(values.get, TOOL_FIELDS))), special, strings)
+            chat = read_chat(values, read_rules(*map(values.get, TOOL_FIELDS)))
+            return TokenizePlan(chat, special, strings, effort_of(values))
     except (TypeError, ValueError) as error:
         raise wrong(field_of(error) or None, str(error)) from None
     prompt = values.get("prompt")
@@ -49,10 +53,14 @@ def tokenized(ids: Sequence[int], max_seq_len: int, strings: Sequence[str] | Non
     return {"count": len(ids), "max_model_len": max_seq_len, "tokens": list(ids), "token_strs": strings}
 
 
-def read_detokenize(body: dict[str, Any]) -> list[int]:
-    """The ids of a body.  ApiError 400 with the name of the field that is wrong."""
-    tokens = only_used(body, ("model", "tokens"), {}, "").get("tokens")
+def read_detokenize(body: dict[str, Any], model_name: str) -> list[int]:
+    """The ids of a body.  ApiError 400 or 404 with the name of the field that is wrong."""
+    values = only_used(body, ("model", "tokens"), {}, "")
+    check_model(values.get("model"), model_name)
+    tokens = values.get("tokens")
+    if tokens is None:
+        raise wrong("tokens", "tokens is missing: expected a list of token ids; nearest thing that works: []")
     try:
-        return list(require_ids("tokens", tokens)) if tokens else []
+        return [] if tokens == [] else list(require_ids("tokens", tokens))
     except (TypeError, ValueError, OverflowError) as error:
         raise wrong("tokens", str(error)) from None

@@ -12,16 +12,17 @@ from specdec.serve.generate import NO_TEMPLATE
 from specdec.serve.state import ServerState
 from specdec.serve.tokens.bodies import read_detokenize, read_tokenize_plan, tokenized
 from specdec.serve.wire.errors import wrong
+from specdec.serve.wire.requests import told_effort
 
 
 async def answer_tokenize(state: ServerState, request: Request, body: dict[str, Any]) -> Response:
     """The ids of a text or a chat, as a request with it would have them."""
-    plan = read_tokenize_plan(body)
+    plan = read_tokenize_plan(body, state.options.name)
     name = "prompt" if isinstance(plan.prompt, str) else "messages"
 
     def encoded(decoder: SpecDecoder) -> list[int]:
         if plan.special or not isinstance(plan.prompt, str):
-            return decoder.encode(plan.prompt, name)
+            return decoder.encode(told_effort(plan.prompt, plan.effort, decoder.tokenizer.template_variables), name)
         return decoder.tokenizer.encode_plain(plan.prompt)
 
     try:
@@ -35,10 +36,13 @@ async def answer_tokenize(state: ServerState, request: Request, body: dict[str, 
     return JSONResponse(tokenized(ids, state.max_seq_len, strings))
 
 
-async def answer_detokenize(state: ServerState, body: dict[str, Any]) -> Response:
+async def answer_detokenize(state: ServerState, request: Request, body: dict[str, Any]) -> Response:
     """The text of ids, without tokens that begin or end texts."""
-    ids, decoder = read_detokenize(body), state.decoder.decoder
+    ids, decoder = read_detokenize(body, state.options.name), state.decoder.decoder
     size = decoder.model.config.vocab_size
     if unknown := [token for token in ids if token >= size]:
         raise wrong("tokens", f"tokens holds {unknown[0]}; expected ids in [0, {size - 1}]")
-    return JSONResponse({"prompt": decoder.tokenizer.decode(ids) if ids else ""})
+    if not ids:
+        return JSONResponse({"prompt": ""})
+    decoded = state.decoder.prepared(lambda decoder: decoder.tokenizer.decode(ids))  # a million of them take seconds
+    return JSONResponse({"prompt": await state.unless_gone(decoded, request.receive)})

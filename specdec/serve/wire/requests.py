@@ -65,13 +65,7 @@ class RequestPlan:
 
     def prompt(self, index: int, variables: frozenset[str]) -> Any:
         """A prompt as the decoder takes it.  variables: those that the chat template reads."""
-        prompt = self.prompts[index]
-        if self.effort is None or not isinstance(prompt, ChatPrompt):
-            return prompt
-        more: dict[str, Any] = {"reasoning_effort": self.effort} if "reasoning_effort" in variables else {}
-        if self.effort == "none" and "enable_thinking" in variables:
-            more["enable_thinking"] = False
-        return replace(prompt, kwargs={**more, **prompt.kwargs})
+        return told_effort(self.prompts[index], self.effort, variables)
 
     def name_of(self, index: int) -> str:
         """What errors call a prompt."""
@@ -96,7 +90,7 @@ def read_plan(
     does not know.
     """
     values = fields.used_fields(fields.known_only(body, path) if lenient else body, path)
-    _check_model(values.get("model"), model_name)
+    check_model(values.get("model"), model_name)
     n = _checked("n", require_int, values.get("n", 1), 1, MAX_N)
     stream, include_usage, continuous = _streaming(values)
     rules = _rules(values)
@@ -131,6 +125,16 @@ def read_plan(
     )
 
 
+def told_effort(prompt: Any, effort: str | None, variables: frozenset[str]) -> Any:
+    """A prompt whose template is told how much the model is to think, if it is a chat.  variables: those that it reads."""
+    if effort is None or not isinstance(prompt, ChatPrompt):
+        return prompt
+    more: dict[str, Any] = {"reasoning_effort": effort} if "reasoning_effort" in variables else {}
+    if effort == "none" and "enable_thinking" in variables:
+        more["enable_thinking"] = False
+    return replace(prompt, kwargs={**more, **prompt.kwargs})
+
+
 def _flag(values: dict[str, Any], name: str) -> bool:
     return _checked(name, require_bool, values.get(name, False), False)
 
@@ -142,8 +146,8 @@ def _rules(values: dict[str, Any]) -> ToolRules:
         raise wrong(field_of(error), str(error)) from None
 
 
-def _check_model(model: Any, served: str) -> None:
-    """One that is left out is the one that is served."""
+def check_model(model: Any, served: str) -> None:
+    """One that is left out is the one that is served.  ApiError 400 or 404 for any other."""
     if model is None:
         return
     if not isinstance(model, str):

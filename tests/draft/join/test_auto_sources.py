@@ -73,8 +73,7 @@ def test_a_prediction_goes_on_through_a_pause(zoo: Zoo) -> None:
     scripted(decoder, roomy, *[-1] * 9, roomy)
     (paused,) = decoder.generate([5, 9, 2, 7], SamplingParams(max_tokens=90, prediction=text))
     accepted = paused.stats.accepted_per_round
-    later = accepted[10:-1]  # a pair of tokens that stands twice in the text costs a round now and then
-    assert accepted[1:10] == [0] * 9 and max(later) == 9 and sum(later) > 5 * len(later), "the prediction is the text"
+    assert accepted[1:10] == [0] * 9 and min(accepted[10:-1]) > 5 and max(accepted[10:]) == 9, "the prediction is the text"
 
 
 def test_the_chooser_learns_from_sources(zoo: Zoo) -> None:

@@ -10,7 +10,16 @@ from toolkit.kernels import DEVICE
 from torch import Tensor
 
 from specdec.batch.tree import DraftTree
-from specdec.draft.join.join import OFF, candidates_of, joined_chain, joined_tree, nodes_of_paths, raised_scores, with_scores
+from specdec.draft.join.join import (
+    OFF,
+    agreed_steps,
+    candidates_of,
+    joined_chain,
+    joined_tree,
+    nodes_of_paths,
+    raised_scores,
+    with_scores,
+)
 
 BITS = torch.tensor([2, 4, 2, 1])  # of paths, the last one the drafter's
 Steps = dict[tuple[int, ...], float]  # of each node, by the tokens of its path: the logarithm of its step
@@ -79,7 +88,8 @@ def scores_by_path(tree: DraftTree, paths: list[list[int]], steps: list[list[flo
                 found[name] = max(found[name], step)
     for path, its_steps in zip(paths, steps, strict=True):
         for d, step in enumerate(its_steps[: len(path)]):
-            found.setdefault(tuple(path[: d + 1]), step)
+            if (name := tuple(path[: d + 1])) not in names:  # its own paths' largest
+                found[name] = max(found.get(name, -math.inf), step)
     return {name: sum(found[name[: i + 1]] for i in range(len(name))) for name in found}
 
 
@@ -126,6 +136,18 @@ def test_a_path_of_its_own_takes_what_the_drafter_doubts() -> None:
     assert joined.scores_BN is not None and joined.scores_BN[0].tolist() == pytest.approx([0, -0.1, -0.3, -0.6])
 
 
+def test_a_path_that_is_sure_is_not_held_down_by_one_that_begins_alike() -> None:
+    """Keeps out: a prediction that equals the text and is left out, because a short match in the text proposes its first token
+    as well, and comes first."""
+    chain = DraftTree.chain(torch.tensor([[0, 8, 9]]))
+    paths = torch.tensor([[[1, 1, 1], [1, 2, 3], [8, 9, -1]]])
+    steps = torch.tensor([[[-2.7, -1.4, -0.4], [-0.1, -0.01, -0.01], [-0.5, -0.4, 0.0]]])
+    joined = joined_tree(chain, paths, steps, BITS[[0, 1, -1]], 4)
+    assert joined.tokens_BN.tolist() == [[0, 1, 2, 3]] and joined.scores_BN is not None
+    assert joined.scores_BN[0].tolist() == pytest.approx([0, -0.1, -0.11, -0.12])
+    check_kernel(chain, paths, steps)
+
+
 @pytest.mark.parametrize("bad", [torch.nan, -torch.inf, torch.inf])
 def test_scores_that_are_no_numbers(bad: float) -> None:
     """Keeps out: places without a node among the best, where a row that does not speculate has logits of no number."""
@@ -142,8 +164,9 @@ def check_kernel(tree: DraftTree, paths_BPD: Tensor, steps_BPD: Tensor) -> None:
     """The kernel's candidates equal the definition's; places without a node hold whatever they do."""
     from specdec.draft.join.join_triton import launch_candidates
 
-    scored, steps = with_scores(tree, steps_BPD[:, -1]), steps_BPD[:, :-1]
-    tokens = paths_BPD[:, :-1, : steps.shape[2]]
+    scored = with_scores(tree, steps_BPD[:, -1])
+    tokens = paths_BPD[:, :-1, : steps_BPD.shape[2]]
+    steps = agreed_steps(tokens, steps_BPD[:, :-1])
     nodes = nodes_of_paths(scored, tokens)
     bits = torch.cat((BITS[: tokens.shape[1]], BITS[-1:]))
     want = candidates_of(scored, raised_scores(scored, nodes, steps), nodes, tokens, steps, bits)

@@ -104,6 +104,22 @@ def test_every_mixture_of_sources(zoo: Zoo, sampling: dict[str, Any]) -> None:
         assert with_prediction < min(by_name["suffix",].stats.rounds, by_name["drafter",].stats.rounds)
 
 
+@pytest.mark.parametrize("shape", [(4, 1, 5), (4, 2, 8)], ids=str)
+def test_n_grams_by_choice_without_a_prediction(zoo: Zoo, shape: Any) -> None:
+    """Keeps out: a round that fails because there is no path to join, drafts of a source that is left out, rates learnt from
+    paths that no draft has written."""
+    decoder, prompts = decoder_of(zoo, "llama", "ngram", shape), ragged_prompts(40, 3)
+    want = decoder.generate(prompts, SamplingParams(max_tokens=24))
+    given = [SamplingParams(max_tokens=24, sources=[name]) for name in ("suffix", "prediction", "suffix")]
+    outputs = decoder.generate(prompts, given, trees=True)
+    assert [out.token_ids for out in outputs] == [out.token_ids for out in want]
+    assert [out.stats.accepted for out in outputs] == [want[0].stats.accepted, 0, want[2].stats.accepted]
+    assert not int(Driver(decoder).drafter.survival.counts_CLKG2.sum())
+    for out, names in zip(outputs, ("suffix", "nobody", "suffix"), strict=True):
+        assert out.rounds is not None
+        assert {name for each in out.rounds for name in each.sources[1:]} == {names}
+
+
 @pytest.mark.parametrize("head", ["eagle3", "ngram"])
 def test_what_was_predicted_is_accepted(zoo: Zoo, head: str) -> None:
     """Keeps out: a prediction that is shifted, lost with the first token, or lost for good after an edit."""
@@ -232,3 +248,26 @@ def test_captured_rounds(zoo: Zoo, head: str, graphs: Any) -> None:
         assert [out.token_ids for out in outputs] == want
         if predictions is want:
             assert all(out.stats.rounds <= 12 for out in outputs)
+
+
+def test_a_prediction_of_a_text_in_which_nothing_is_drafted(zoo: Zoo) -> None:
+    """Keeps out: a round that looks for predictions where no row has brought one, of which all requests fail."""
+    decoder = decoder_of(zoo, *JOINED)
+    driver = Driver(decoder)
+    driver.speculation.max_draft_length = 12
+    long, short = [7] * 20, [5, 9]
+    given = [SamplingParams(max_tokens=8, prediction=[1, 2, 3], sources=["prediction"]), SamplingParams(max_tokens=8)]
+    outputs = decoder.generate([long, short], given)
+    assert [out.token_ids for out in outputs] == [zoo.greedy("llama", prompt, 8) for prompt in (long, short)]
+    assert [out.stats.drafted > 0 for out in outputs] == [False, True]
+
+
+@pytest.mark.parametrize("shape", [(3, 2, 7), (3, 1, 4), ("auto", 2, 6)], ids=str)
+def test_sources_of_which_none_has_a_path(zoo: Zoo, shape: Any) -> None:
+    """Keeps out: a request that fails where its sources are named and the others, which have the paths, do not run."""
+    with decoder_of(zoo, "llama", "ngram", shape) as decoder:
+        ids = [5, 6, 7, 5, 6, 7, 5]
+        want = decoder.generate([ids], SamplingParams(max_tokens=12))[0].token_ids
+        for names in (["suffix"], ["prediction"], ["suffix", "prediction"]):
+            out = decoder.generate([ids], SamplingParams(max_tokens=12, sources=names))[0]
+            assert out.token_ids == want and {name for each in out.sources for name in each.split("+")} <= {*names, ""}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ from toolkit.traffic.audit import audited, auditor_of, switch_drafting, totals_o
 from toolkit.traffic.traffic import Traffic, World, drive
 
 from specdec import EngineOptions, SamplingParams, SpecConfig, SpecDecoder, cli, shipped
+from specdec.grammar.wait import Wait
 from specdec.loading.memory import pool_bytes
 from specdec.loading.plan import plan_memories
-from specdec.lossless.replay import ReplayFile, replay
+from specdec.lossless.reference import ReferenceCheck
+from specdec.lossless.replay import FinishedText, ReplayFile, replay
 from specdec.session import Session
 
 PROMPTS = ragged_prompts(40, 6)
@@ -110,6 +113,38 @@ def test_a_replay_file_runs_on_the_command_line(zoo: Zoo, tmp_path: Path, capsys
         (["--replay", __file__], "must be a file that"),
     ):
         assert cli.main(["verify", "--replay", str(path), *more]) == 2 and said in capsys.readouterr().err
+
+
+def test_what_a_request_said_of_its_drafts_is_replayed(zoo: Zoo, tmp_path: Path) -> None:
+    """Keeps out: files that `verify --replay` refuses, because a shape became a dict, or a plain text was to have sources."""
+    given = SamplingParams(max_tokens=24, sources=["suffix", "prediction"], prediction=[5] * 9, prompt_logprobs=1)
+    settings: dict[str, Any] = {"audit": 1.0, "audit_folder": str(tmp_path), "shapes": "2,1,4,3"}
+    with zoo.decoder("llama", "eagle3+suffix", SpecConfig(3, 3, 9), **settings) as decoder:
+        auditor_of(Driver(decoder)).tell = lambda said: None
+        auditor_of(Driver(decoder)).keeps_texts = True
+        with faulty():
+            decoder.generate([PROMPTS[3]], replace(given, shape=SpecConfig(2, 1, 4, 3)))
+        assert audited(Driver(decoder)).audit_mismatch
+        file = ReplayFile.read(next(tmp_path.iterdir()))
+        assert file.options().shapes == decoder.settings.options.shapes and file.params.shape == SpecConfig(2, 1, 4, 3)
+        recorded, *now = replay(Session(decoder), file)
+        assert recorded.wrong and [each.wrong for each in now] == [0, 0]
+
+
+def test_a_grammar_that_begins_late_is_replayed(tmp_path: Path) -> None:
+    """Keeps out: answers of tools that are called wrong, because a file takes their grammar to hold from the first token."""
+    pair = shipped.target_folder(), shipped.draft_folder()
+    with SpecDecoder.from_pretrained(*pair, SpecConfig(3, 2, 6), device="cpu", smoke=False) as decoder:
+        wait, params = Wait(None, (" a",)), SamplingParams(max_tokens=20, regex="[A-Z ]+")
+        request = decoder.new_request(decoder.encode("Once"), params, wait=wait)
+        (text,) = decoder.run([request])
+        assert not text.text.isupper() and text.text.split(" a", 1)[1].strip().isupper(), "it held late"
+        check = ReferenceCheck([], [], 0.0, 0)
+        names = {"target": "", "draft": None, "versions": {}}
+        path = ReplayFile.of(FinishedText.of(request), check, decoder.settings, names, None).write(tmp_path)
+        file = ReplayFile.read(path)
+        assert file.grammar_wait == wait
+        assert [(each.wrong, each.parts_at) for each in replay(Session(decoder), file)] == [(0, None)] * 3
 
 
 def test_it_makes_way_between_two_layers(zoo: Zoo, tmp_path: Path) -> None:

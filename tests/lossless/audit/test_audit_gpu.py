@@ -52,4 +52,5 @@ def test_passes_take_no_more_than_is_kept_free(tmp_path: Path) -> None:
         torch.cuda.reset_peak_memory_stats()
         held = torch.cuda.memory_allocated()
         work_by_hand(driver)
-        assert torch.cuda.max_memory_allocated() - held <= audit_bytes(model.config, decoder.settings, size)
+        took, kept = torch.cuda.max_memory_allocated() - held, audit_bytes(model.config, decoder.settings, size)
+        assert took <= kept

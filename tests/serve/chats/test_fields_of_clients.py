@@ -23,6 +23,10 @@ WRONG_TOKENS: list[tuple[str, dict[str, Any], str]] = [
     ("/tokenize", {"prompt": "a", "add_special_tokens": 1}, "add_special_tokens"),
     ("/detokenize", {"tokens": [2048]}, "tokens"),
     ("/detokenize", {"tokens": "a"}, "tokens"),
+    ("/detokenize", {}, "tokens"),
+    ("/detokenize", {"tokens": 0}, "tokens"),
+    ("/tokenize", {"prompt": "a", "model": 5}, "model"),
+    ("/tokenize", {"messages": [{"role": "user", "content": "a"}], "reasoning_effort": "much"}, "reasoning_effort"),
 ]
 
 

@@ -172,3 +172,12 @@ def test_an_event_tells_of_a_failure(scripted: Served) -> None:
     kind, data = text.strip().split("\n\n")[-1].split("\n")
     assert kind == "event: error", text
     assert "leave no token" in json.loads(data.removeprefix("data: "))["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", ["metadata", "user", "reasoning"])
+def test_a_number_that_no_answer_can_repeat(scripted: Served, name: str, stream: bool) -> None:
+    """Keeps out: an internal error, and a stream that ends without a word, for a field that the response repeats."""
+    body = json.dumps({"input": "a", "stream": stream, name: {"summary": "1e999"}}).replace('"1e999"', "1e999")
+    error = error_of(scripted.post(PATH, body.encode()), 400)
+    assert error["param"] == name and f"{name} must hold finite numbers" in error["message"]

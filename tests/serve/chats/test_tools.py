@@ -228,3 +228,10 @@ def test_what_is_refused(scripted: Served, body: dict[str, Any], param: str, sai
     answer = scripted.post(PATH, {"model": "tiny", "messages": USER, **body})
     error = error_of(answer, 400)
     assert error["param"] == param and said in error["message"], error
+
+
+@pytest.mark.parametrize("arguments", ["[" * 100_000, '{"unit": "\\ud800"}', '{"unit": 1e999}', '{"unit": ' + "9" * 5000 + "}"])
+def test_odd_arguments_of_an_earlier_call_stay_a_text(scripted: Served, arguments: str) -> None:
+    """Keeps out: an internal error, and a history that no request can bring back, for what a model once wrote."""
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    ask(scripted, messages=[{"role": "assistant", "content": None, "tool_calls": [call]}, *USER], max_tokens=1)
