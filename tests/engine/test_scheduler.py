@@ -317,3 +317,18 @@ def test_nobody_waits_for_another_prompts_pages_but_who_shares_them() -> None:
 def test_a_tree_has_no_more_levels_than_drafted_nodes(shape: tuple[int, int, int], depths: int) -> None:
     """Keeps out: rows of counters for depths that no node can have."""
     assert RunRound(1, "speculative", SpecConfig(*shape), Needs.of()).depths == depths
+
+
+def test_drafts_that_go_on_again_do_so_in_requests_that_waited() -> None:
+    """Keeps out: a request without pages that is told of stopped drafts, though it begins after they go on again."""
+    engine = engine_of(3, ChunkBudget(64, 64, 64), depth=0, pages=14)
+    first, second = new_request([1] * 30, 4), new_request([2] * 30, 4)
+    engine.submit([first, second])
+    engine.scheduler.speculation.is_stopped = True
+    engine.step()
+    assert first.has_entered and not second.has_entered, "there are pages for one"
+    engine.scheduler.speculation.is_stopped = False
+    while not engine.is_idle:
+        engine.step()
+    assert first.drafted_until is not None and second.drafted_until is None
+    assert not first.stats.drafted and second.stats.drafted
