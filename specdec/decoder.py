@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 from specdec.chat.answer import ChatAnswer
 from specdec.chat.reply import Reply, read_reply
 from specdec.chat.tools import read_rules
-from specdec.checks import require_bool
+from specdec.checks import require_bool, require_int
 from specdec.config import SamplingParams, SpecConfig
 from specdec.draft.kind import Draft
 from specdec.engine.request import Request
 from specdec.generation import Chunk, Generation, TokenLogprob
+from specdec.limits import MOST_LOGPROBS
 from specdec.loaded import LoadedDecoder, per_prompt
 from specdec.loading.about.drafters import smoke_check
 from specdec.loading.pair import WantedPair
@@ -130,6 +131,7 @@ class SpecDecoder(LoadedDecoder):
 
         Errors are those of `generate` with SamplingParams(prompt_logprobs=top), which also generates.
         """
+        require_int("top", top, 0, MOST_LOGPROBS)
         outputs = self.generate(prompts, SamplingParams(1, prompt_logprobs=top), speculate=False, progress=progress)
         return [output.prompt_logprobs or [] for output in outputs]
 
