@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from specdec.checks import MAX_FILE
+from specdec.checks import MAX_FILE, require_bool, require_ids, shown
 from specdec.config import OF_DRAFTS, SamplingParams, SpecConfig
 from specdec.engine.needs import RowChoice
 from specdec.engine.request import Request
@@ -123,9 +123,31 @@ class ReplayFile:
             held = json.loads(Path(path).read_text(encoding="utf-8"))
             if not isinstance(held, dict) or held.get("format") != FORMAT:
                 raise ValueError("it has another format")
-            return cls(**held)
+            file = cls(**held)
+            file._check()
+            return file
+        except RecursionError:
+            raise ValueError(f"{expected}, got {str(path)!r}: it is nested too deeply") from None
         except (OSError, ValueError, TypeError) as error:
-            raise ValueError(f"{expected}, got {str(path)!r}: {error}") from None
+            raise ValueError(f"{expected}, got {str(path)!r}: {str(error)[:500]}") from None
+
+    def _check(self) -> None:
+        """ValueError or TypeError for fields that a damaged file has."""
+        for name in ("settings", "sampling", "versions"):
+            if not isinstance(getattr(self, name), dict):
+                raise TypeError(f"{name} must be an object, got {shown(getattr(self, name))}")
+        for name in ("prompt_token_ids", "token_ids", "origins"):
+            require_ids(name, getattr(self, name))
+        require_bool("speculate", self.speculate, True)
+        if not isinstance(self.bound, int | float):
+            raise TypeError(f"bound must be a number, got {shown(self.bound)}")
+        if not isinstance(self.wrong, list) or not all(isinstance(each, dict) for each in self.wrong):
+            raise TypeError(f"wrong must be a list of objects, got {shown(self.wrong)}")
+        if not (self.spec is None or isinstance(self.spec, dict)) or not isinstance(
+            self.sampling.get("logit_bias") or {}, dict
+        ):
+            raise TypeError("spec and sampling.logit_bias must be objects or null")
+        _ = self.params, self.shape, self.options()  # which have checks of their own
 
     @property
     def params(self) -> SamplingParams:

@@ -50,8 +50,10 @@ class Tokenizer:
                 inner.chat_template = Path(template).read_text(encoding="utf-8")
             except UnicodeDecodeError as error:
                 raise ValueError(f"chat_template: {template} is not UTF-8 text: {error}") from None
-            except OSError as error:
-                raise ValueError(f"chat_template can't be read from {template}: {error.strerror}") from None
+            except (OSError, ValueError) as error:  # the latter for a name that holds a zero
+                said = f"chat_template must be a file that can be read, got {str(template)[:200]!r}"
+                reason = getattr(error, "strerror", None) or error
+                raise ValueError(f"{said}: {reason}; nearest setting that works: chat_template=None") from None
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text.  ValueError without a tokenizer."""

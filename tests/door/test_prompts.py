@@ -143,6 +143,13 @@ def test_a_chat_template_that_fails_says_so(tmp_path: Path, template: str | None
         encode_prompt(CHAT, "prompt", tokenizer, 384)
 
 
+@pytest.mark.parametrize("template", ["/nope/chat.jinja", "/", "a\0b"])
+def test_a_chat_template_that_can_not_be_read_is_named(tmp_path: Path, template: str) -> None:
+    """Keeps out: an error of the system that does not say which setting is wrong."""
+    with pytest.raises(ValueError, match="chat_template must be a file that can be read, got .*; nearest setting that works: "):
+        Tokenizer(save_tokenizer(tmp_path, "{{ '' }}"), template)
+
+
 CHAT_ERRORS: list[tuple[Any, type[Exception], str]] = [
     ([{"role": 5, "content": "a"}], TypeError, r"p\[0\]\['role'\] must be a string such as 'user', got 5"),
     ([*CHAT, {"role": "", "content": "a"}], TypeError, r"p\[1\]\['role'\] must be a string"),

@@ -273,3 +273,29 @@ def test_settings_that_would_do_nothing_are_refused(zoo: Zoo, settings: dict[str
     """Keeps out: a setting that is taken and ignored."""
     with pytest.raises(ValueError, match=said):
         zoo.decoder("llama", **settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("sampling", [], "sampling must be an object, got"), ("sampling", {"top_p": 7}, "top_p must be"),
+        ("token_ids", ["a"], "token_ids must be a list of ints"), ("spec", {"odd": 1}, "odd"), ("spec", 5, "must be objects"),
+        ("settings", {"odd": 1}, "odd"), ("bound", None, "bound must be a number"), ("wrong", [1], "list of objects"),
+        ("odd", 1, "odd"), ("speculate", 1, "speculate must be"),
+    ],
+)  # fmt: skip
+def test_a_damaged_replay_file_is_named(tmp_path: Path, name: str, value: Any, said: str) -> None:
+    """Keeps out: a traceback, or minutes of loading, for a file of which a field is wrong, or that nests too deeply."""
+    given: dict[str, Any] = {
+        "format": "specdec replay 1", "target": "t", "draft": None, "spec": None, "settings": {}, "versions": {}, "date": "",
+        "prompt_token_ids": [1], "token_ids": [2], "origins": [0], "speculate": True, "sampling": {}, "wrong": [], "bound": 0.1,
+    }  # fmt: skip
+    path = tmp_path / "replay.json"
+    path.write_text(json.dumps(given))
+    assert ReplayFile.read(path).token_ids == [2]
+    path.write_text(json.dumps({**given, name: value}))
+    with pytest.raises(ValueError, match=f"--replay must be a file that an audit has written .*{said}"):
+        ReplayFile.read(path)
+    path.write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="--replay must be .*nested too deeply"):
+        ReplayFile.read(path)
