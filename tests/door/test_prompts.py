@@ -137,7 +137,7 @@ def test_a_tokenizer_that_says_nothing_is_named(tmp_path: Path) -> None:
 def test_a_chat_template_that_fails_says_so(tmp_path: Path, template: str | None, match: str) -> None:
     """Keeps out: a traceback from inside Jinja, a missing file of which nothing says what it was for."""
     tokenizer = Tokenizer(save_tokenizer(tmp_path, template))
-    with pytest.raises(ValueError, match="chat_template can't be read from nowhere.jinja: No such file"):
+    with pytest.raises(ValueError, match="chat_template must be a file that can be read, got 'nowhere.jinja': No such file"):
         Tokenizer(tmp_path, template="nowhere.jinja")
     with pytest.raises(ValueError, match=match):
         encode_prompt(CHAT, "prompt", tokenizer, 384)

@@ -142,7 +142,7 @@ def ssd_tree_hopper_kernel(
 
     # While the tensor cores work.
     to_k = k_left + number * stride_k + g * K
-    store_keys(k_smem, to_k, N, G, K, H // G * BLOCKS, False, rows)
+    store_keys(own_y + (G + g) * K, to_k, stride_y, N, G, K, H // G * BLOCKS, False, rows, num_warps)
     n_P = gl.arange(0, P, nodes)
     step_P = softplus(dt_P.to(gl.float32) + bias)
     decay_P = gl.exp(rate) * step_P

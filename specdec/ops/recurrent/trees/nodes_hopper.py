@@ -6,6 +6,7 @@ Shapes: as of rule_hopper.py.
 
 from __future__ import annotations
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -18,6 +19,11 @@ def nodes_layout(P, num_warps):
     """[P]: each warp holds all nodes."""
     lanes = [[1 << bit] if 1 << bit < P else [0] for bit in range(5)]
     return gl.DistributedLinearLayout([[32]] if P == 64 else [], lanes, [[0]] * (num_warps.bit_length() - 1), [], [P])
+
+
+@gluon.constexpr_function
+def _power_of_two(least):
+    return triton.next_power_of_2(least)
 
 
 @gluon.jit
@@ -68,17 +74,18 @@ def squares(x_RK):
 
 @gluon.jit
 def store_keys(
-    k_smem, k_left, N: gl.constexpr, G: gl.constexpr, K: gl.constexpr, SHARES: gl.constexpr, UNIT: gl.constexpr,
-    layout: gl.constexpr,
+    y, k_left, stride_y, N: gl.constexpr, G: gl.constexpr, K: gl.constexpr, SHARES: gl.constexpr, UNIT: gl.constexpr,
+    layout: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Stores keys, of which each of a key head's programs stores some.  UNIT: of length 1."""
-    n_P, k_K = gl.arange(0, k_smem.shape[0], gl.SliceLayout(1, layout)), gl.arange(0, K, gl.SliceLayout(0, layout))
-    key_PK = k_smem.load(layout)
-    kept_PK = key_PK.to(gl.float32)
+    """Stores keys.  Each of a key head's programs stores some of them, which it reads once more.  UNIT: of length 1."""
+    ROWS: gl.constexpr = max(2 * num_warps, _power_of_two((N + SHARES - 1) // SHARES))
+    n_R = gl.program_id(0) % SHARES + SHARES * gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    k_K, ok_R1 = gl.arange(0, K, gl.SliceLayout(0, layout)), (n_R < N)[:, None]
+    key_RK = gl.load(y + (n_R * stride_y)[:, None] + k_K[None, :], mask=ok_R1, other=0.0)
+    kept_RK = key_RK.to(gl.float32)
     if UNIT:
-        kept_PK *= gl.rsqrt(squares(key_PK) + EPS)[:, None]
-    ok_P = (n_P < N) & (n_P % SHARES == gl.program_id(0) % SHARES)
-    gl.store(k_left + (n_P * (G * K))[:, None] + k_K[None, :], kept_PK, mask=ok_P[:, None])
+        kept_RK *= gl.rsqrt(squares(key_RK) + EPS)[:, None]
+    gl.store(k_left + (n_R * (G * K))[:, None] + k_K[None, :], kept_RK, mask=ok_R1)
 
 
 @gluon.jit

@@ -147,7 +147,7 @@ def tree_rule_hopper_kernel(
 
     # While the tensor cores work.
     to_k = k_left + number * stride_k + g * K
-    store_keys(kq_smem.slice(0, P), to_k, N, G, K, H // G * BLOCKS, True, rows)
+    store_keys(y + G * K + g * K, to_k, stride_y, N, G, K, H // G * BLOCKS, True, rows, num_warps)
     k_squares, q_squares = squares_smem.slice(0, P).load(nodes), squares_smem.slice(P, P).load(nodes)
     decay_P, beta_P = log_decays(a_P, rate, bias), strengths(b_P, MOST)
     # Numbers of a node that are not finite may reach those below it alone: `gated_delta.without_broken`.
