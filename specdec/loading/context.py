@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 from specdec.models.config import ModelConfig
 from specdec.options import AUDIT, EngineOptions
 
@@ -12,7 +15,8 @@ def check_audit(options: EngineOptions, target: ModelConfig, drafts: bool) -> No
     """ValueError if answers of that target can't be compared, or a setting would do nothing."""
     for name in AUDIT if not options.audit else ():
         if (value := getattr(options, name)) != (usual := EngineOptions.__dataclass_fields__[name].default):
-            raise ValueError(f"{name}={value!r} does nothing without audit; nearest setting that works: {name}={usual!r}")
+            nearest = f"nearest settings that work: {name}={usual!r}, or audit=0.001 beside it"
+            raise ValueError(f"{name}={value!r} does nothing without audit; {nearest}")
     if options.audit and target.encoder is not None:
         raise ValueError(
             f"audit is for decoder-only targets, got a {target.family} model: the reference reads one model's text, not "
@@ -20,6 +24,11 @@ def check_audit(options: EngineOptions, target: ModelConfig, drafts: bool) -> No
         )
     if options.audit_stop and not drafts:
         raise ValueError("audit_stop would do nothing without a drafter; nearest setting that works: audit_stop=False")
+    if options.audit and (fault := _unwritable(Path(options.audit_folder))):
+        raise ValueError(
+            f"audit_folder must be a folder in which files can be made, got {str(options.audit_folder)[:200]!r}: {fault}; "
+            "nearest setting that works: audit_folder='specdec-audit'"
+        )
 
 
 def check_context(options: EngineOptions, target: ModelConfig, target_backend: str) -> None:
@@ -65,3 +74,11 @@ def _problem(target: ModelConfig) -> str:
     if any(kind.alibi for kind in target.layer_kinds):
         return "for layers with ALiBi, whose distances need whole sequences"
     return ""
+
+
+def _unwritable(folder: Path) -> str:
+    """Why no file can be made there, as far as one sees without making one; empty if one can."""
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.exists(path))
+    if not there.is_dir():
+        return f"{there} is a file"
+    return "" if os.access(there, os.W_OK | os.X_OK) else f"{there} may not be written"

@@ -66,7 +66,7 @@ class SourceTables:
         if self.corpora is None:
             raise ValueError(
                 "corpora are read where they are a source of drafts, and here they are none; nearest settings that work: "
-                "draft=[DRAFT, 'corpus'], or corpus=FILE"
+                "draft=[DRAFT, 'corpus'] (--draft DRAFT --draft corpus), or corpus=FILE (--corpus FILE)"
             )
         require_corpus(name, texts)
         most = self.corpora.left(name)

@@ -265,6 +265,8 @@ def test_all_ranks_take_part(zoo: Zoo, tmp_path: Path) -> None:
     [
         ({"audit": 1.5}, r"audit must be in \[0.0, 1.0\], got 1.5; nearest setting that works: audit=1.0"),
         ({"audit_max_tokens": 9}, "audit_max_tokens=9 does nothing without audit; nearest .* audit_max_tokens=2048"),
+        ({"audit_stop": True}, "audit_stop=True does nothing without audit; nearest .* audit=0.001"),
+        ({"audit": 1.0, "audit_folder": __file__ + "/kept"}, "audit_folder must be a folder in which .* is a file"),
         ({"audit": 1, "audit_stop": True}, "audit_stop would do nothing without a drafter; nearest .* audit_stop=False"),
         ({"audit": 1, "audit_folder": " "}, "audit_folder must be the name of a folder, got an empty one"),
     ],
