@@ -36,7 +36,7 @@ class HopperTiles(NamedTuple):
 def hopper_tiles(sequences: int, nodes: int, value_heads: int, width: int) -> HopperTiles:
     """The fastest of those that benchmarks/layers/recurrent.py tries, on an H200.  width: of values.
 
-    32 rows of 6 nodes take 68 us, and 78 with states in registers from the beginning; of 32 nodes 105 and 113.
+    32 rows of 6 nodes take 70 us, and 78 with states in registers from the beginning; of 32 nodes 105 and 113.
     """
     if nodes > 32:
         return HopperTiles(8, slices=1)
