@@ -11,11 +11,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from toolkit.serving.scripted import save_scripted
 from toolkit.serving.server import Served
 
-from specdec import SpecDecoder, shipped
+from specdec import SpecConfig, SpecDecoder, shipped
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+# A thought, a call, and after a tool's answer (which ends with "9") content alone.
+SCRIPT = {
+    ":": "<think>", "<think>": "h", "h": "</think>", "</think>": "<tool_call>", "</tool_call>": "</s>", "9": "O", "O": "k",
+    "k": "</s>",
+}  # fmt: skip
+CALLER_TEMPLATE = (
+    "{% for m in messages %}{{ m.content or '' }};{% endfor %}{% for t in tools or [] %}{{ t.function.name }};{% endfor %}"
+    "{% if messages[-1].role == 'tool' %}9{% else %}:{% endif %}{# <tool_call> </think> #}"
+)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here is fetched
 
 
@@ -47,3 +57,14 @@ def pair_served(chat_target: Path) -> Iterator[Served]:
     ) as decoder:
         with Served(decoder) as server:
             yield server
+
+
+@pytest.fixture(scope="session")
+def caller_served(asked_for: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server over a target that thinks and then calls a tool by itself."""
+    target = save_scripted(tmp_path_factory.mktemp("scripted"), SCRIPT, CALLER_TEMPLATE)
+    with (
+        SpecDecoder.from_pretrained(target, "ngram", SpecConfig(4, 2, 9), device="cpu", max_batch_size=4) as decoder,
+        Served(decoder) as server,
+    ):
+        yield server

@@ -1,33 +1,14 @@
-"""Programs that call tools, with their own defaults, against a server over a target that calls one by itself.
-
-Packages of clients are not among the tests': where one is missing its test skips, or fails if SPECDEC_CLIENTS=1 says that it
-must be there, as CI does.
-"""
+"""Programs that call tools, with their own defaults, against a server over a target that calls one by itself."""
 
 from __future__ import annotations
 
 import importlib
 import json
-import os
-from collections.abc import Iterator
 from typing import Any, Literal
 
-import pytest
 from pydantic import BaseModel, ConfigDict
-from toolkit.serving.scripted import save_scripted
 from toolkit.serving.server import Served
 
-from specdec import SpecConfig, SpecDecoder
-
-# A thought, a call, and after a tool's answer (which ends with "9") content alone.
-SCRIPT = {
-    ":": "<think>", "<think>": "h", "h": "</think>", "</think>": "<tool_call>", "</tool_call>": "</s>", "9": "O", "O": "k",
-    "k": "</s>",
-}  # fmt: skip
-TEMPLATE = (
-    "{% for m in messages %}{{ m.content or '' }};{% endfor %}{% for t in tools or [] %}{{ t.function.name }};{% endfor %}"
-    "{% if messages[-1].role == 'tool' %}9{% else %}:{% endif %}{# <tool_call> </think> #}"
-)
 ASK: list[Any] = [{"role": "user", "content": "How warm?"}]
 
 
@@ -42,27 +23,9 @@ class Weather(BaseModel):
 TOOL: Any = {"type": "function", "function": {"name": "Weather", "parameters": Weather.model_json_schema()}}
 
 
-def package(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        said = f"needs the package {name}"
-        pytest.fail(said) if os.environ.get("SPECDEC_CLIENTS") == "1" else pytest.skip(said)
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    target = save_scripted(tmp_path_factory.mktemp("scripted"), SCRIPT, TEMPLATE)
-    with (
-        SpecDecoder.from_pretrained(target, "ngram", SpecConfig(4, 2, 9), device="cpu", max_batch_size=4) as decoder,
-        Served(decoder) as server,
-    ):
-        yield server
-
-
-def test_openai(served: Served) -> None:
+def test_openai(caller_served: Served) -> None:
     """Keeps out: chunks that the helper of streams can't join, and a second turn that history breaks."""
-    client = served.client()
+    client = caller_served.client()
     with client.chat.completions.stream(model="tiny", messages=ASK, tools=[TOOL], temperature=0) as stream:
         kinds = {event.type for event in stream}
         message = stream.get_final_completion().choices[0].message
@@ -76,15 +39,17 @@ def test_openai(served: Served) -> None:
     assert isinstance(parsed.choices[0].message.parsed, Weather)
 
 
-def test_instructor(served: Served) -> None:
+def test_instructor(caller_served: Served) -> None:
     """Keeps out: a named function that is refused, in the mode that the package takes by itself."""
-    client = package("instructor").from_openai(served.client())
+    client = importlib.import_module("instructor").from_openai(caller_served.client())
     assert isinstance(client.chat.completions.create(model="tiny", messages=ASK, response_model=Weather), Weather)
 
 
-def test_langchain(served: Served) -> None:
+def test_langchain(caller_served: Served) -> None:
     """Keeps out: tools that a chat model binds and the server refuses, and structured output in any of its methods."""
-    chat = package("langchain_openai").ChatOpenAI(base_url=f"{served.url}/v1", api_key="none", model="tiny", temperature=0)
+    chat = importlib.import_module("langchain_openai").ChatOpenAI(
+        base_url=f"{caller_served.url}/v1", api_key="none", model="tiny", temperature=0
+    )
     answer = chat.bind_tools([Weather]).invoke("How warm?")
     assert answer.tool_calls[0]["name"] == "Weather" and answer.tool_calls[0]["args"]["unit"] in ("c", "f")
     chunks = list(chat.bind_tools([Weather]).stream("How warm?"))
@@ -96,14 +61,14 @@ def test_langchain(served: Served) -> None:
         assert isinstance(chat.with_structured_output(Weather, **more).invoke("How warm?"), Weather)
 
 
-def test_pydantic_ai(served: Served) -> None:
+def test_pydantic_ai(caller_served: Served) -> None:
     """Keeps out: an agent whose output is a tool, which must be called, and one whose tool's answer comes back."""
-    package("pydantic_ai")
+    importlib.import_module("pydantic_ai")
     from pydantic_ai import Agent
     from pydantic_ai.models.openai import OpenAIChatModel
     from pydantic_ai.providers.openai import OpenAIProvider
 
-    model = OpenAIChatModel("tiny", provider=OpenAIProvider(base_url=f"{served.url}/v1", api_key="none"))
+    model = OpenAIChatModel("tiny", provider=OpenAIProvider(base_url=f"{caller_served.url}/v1", api_key="none"))
     assert isinstance(Agent(model, output_type=Weather).run_sync("How warm?").output, Weather)
     asked = list[str]()
     agent = Agent(model, model_settings={"temperature": 0})

@@ -17,22 +17,25 @@ from operator import mul
 from typing import NamedTuple
 
 from specdec.config import SpecConfig
-from specdec.engine.control.path_rates import FIRST, PathRates, known_depths
+from specdec.engine.control.path_rates import (
+    DOUBT,
+    FIRST,
+    GUESS_WEIGHT,
+    MAX_PROBABILITY,
+    MEMORY,
+    MEMORY_ROUNDS,
+    NEIGHBOUR_WEIGHT,
+    PathRates,
+    known_depths,
+)
 
-# An observation counts 1/e after so many later ones, and after so many later rounds at least.  One row of one round is one.
-MEMORY, MEMORY_ROUNDS = 300.0, 6.0
 # The last rounds are also kept apart, in blocks of at least so many observations and two rounds.  If the last blocks together
 # are more than so many standard deviations from what older rounds promise, and there are so many observations of both at least,
 # the text has changed, and what is older than these blocks is forgotten.
 BLOCK, WINDOWS, CHANGED, MIN_OBSERVATIONS = 8, (1, 2, 3, 4, 6, 8, 12), 3.2, 8
 # What the first level is assumed to accept where nobody has looked at the drafter, and how many observations that is worth.
 FIRST_GUESS, FIRST_WEIGHT = 0.7, 0.1
-# Another level is assumed to accept as those above it, which is worth so many observations; and how many all levels above are
-# worth against the level itself, in the assumption for the next one.
-GUESS_WEIGHT, NEIGHBOUR_WEIGHT = 3.0, 12.0
-DOUBT = 0.7  # standard deviations that an optimist adds to what is not known well
 BRANCHING, MAX_BRANCHING = 0.85, 2.0  # trees of EAGLE-2's kind accept so; the first is assumed, the second is the limit
-MAX_PROBABILITY = 0.999  # no probability is taken to be higher
 # How slowly `branching` is forgotten, in observations and in rounds at least, and what the assumption is worth.
 BRANCHING_MEMORY, BRANCHING_ROUNDS, BRANCHING_WEIGHT = 1000.0, 250.0, 10.0
 CHECK_WEIGHT = 20.0  # accepted tokens that the assumption is worth that a tree accepts what its levels promise

@@ -13,14 +13,17 @@ from operator import mul
 
 from specdec.config import SpecConfig
 
-MEMORY, MEMORY_ROUNDS = 300.0, 6.0  # as of Acceptance, where these stand
-# What the first token of a path is assumed to be worth, and the next ones where those before them were right; and how many
-# observations that is worth.
-FIRST, NEXT, WEIGHT = 0.15, 0.8, 3.0
-PREDICTED = 0.7  # the first, where requests bring predictions
-NEIGHBOUR = 12.0  # how many observations all depths above one are worth in what is assumed of it
+# What a drafter's levels (acceptance.py) and paths have in common.
+# An observation counts 1/e after so many later ones, and after so many later rounds at least.  One row of one round is one.
+MEMORY, MEMORY_ROUNDS = 300.0, 6.0
+# Another depth is assumed to accept as those above it, which is worth so many observations; and how many all depths above are
+# worth against the depth itself, in the assumption for the next one.
+GUESS_WEIGHT, NEIGHBOUR_WEIGHT = 3.0, 12.0
 DOUBT = 0.7  # standard deviations that an optimist adds to what is not known well
-MAX_PROBABILITY = 0.999
+MAX_PROBABILITY = 0.999  # no probability is taken to be higher
+
+FIRST, NEXT = 0.15, 0.8  # what the first token of a path is assumed to accept, and the next one where it was right
+PREDICTED = 0.7  # the first, where requests bring predictions
 
 
 class PathRates:
@@ -50,9 +53,9 @@ class PathRates:
         """
         found, guess = list[float](), self.first
         for depth, (reached, accepted) in enumerate(zip(self.reached[:depths], self.accepted[:depths], strict=True)):
-            weight = reached + WEIGHT
-            rate = (accepted + WEIGHT * guess) / weight
-            guess = NEXT if depth == 0 else (accepted + NEIGHBOUR * guess) / (reached + NEIGHBOUR)
+            weight = reached + GUESS_WEIGHT
+            rate = (accepted + GUESS_WEIGHT * guess) / weight
+            guess = NEXT if depth == 0 else (accepted + NEIGHBOUR_WEIGHT * guess) / (reached + NEIGHBOUR_WEIGHT)
             if known is not None and depth >= known:
                 rate = min(MAX_PROBABILITY, rate + DOUBT * math.sqrt(rate * (1 - rate) / weight))
             found.append(rate)

@@ -6,9 +6,10 @@ import random
 import pytest
 
 from specdec import SpecConfig
-from specdec.engine.control.acceptance import MAX_BRANCHING, MEMORY_ROUNDS, Acceptance, Branching
+from specdec.engine.control.acceptance import MAX_BRANCHING, Acceptance, Branching
 from specdec.engine.control.controller import JUDGE_EVERY, MIN_WAIT, Controller, RoundSize
 from specdec.engine.control.costs import Costs
+from specdec.engine.control.path_rates import MEMORY_ROUNDS
 from specdec.limits import MAX_PAUSE
 
 CHAIN, LONG, TREE, WIDE = SpecConfig(2, 1, 3), SpecConfig(5, 1, 6), SpecConfig(2, 2, 6), SpecConfig(2, 4, 11)
