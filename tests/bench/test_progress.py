@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import threading
 from contextlib import redirect_stdout
 
@@ -38,7 +39,7 @@ def test_lines_go_on_where_a_call_tells_nothing() -> None:
         for _ in range(3):
             assert told.acquire(timeout=60)
     said = out.getvalue()
-    assert said.count("specdec: train: loading the target (0 s)\n") >= 3
+    assert len(re.findall(r"^specdec: train: loading the target \(\d+ s\)$", said, re.M)) >= 3  # a busy machine takes seconds
     assert "specdec-progress" not in {thread.name for thread in threading.enumerate()} and out.getvalue() == said
 
 
