@@ -22,6 +22,7 @@ from specdec.serve.run import Server, listen
 from specdec.serve.state import ServerState
 from specdec.serve.times import ServeTimes
 
+SERVER_THREAD = "test server"
 PATIENCE = 120.0  # seconds after which a test gives up on what must happen at once
 # Clients are made with `verify=False`: reading the system's certificates takes longer than a request, which is plain HTTP.
 
@@ -32,6 +33,18 @@ def wait_until(happened: Callable[[], Any], what: str) -> None:
     while not happened():
         assert time.monotonic() < deadline, f"did not happen: {what}"
         time.sleep(0.01)
+
+
+class Log(io.StringIO):
+    """What one server writes.  Servers of one process share a stderr, so a line that another writes late is left out."""
+
+    def __init__(self, server: threading.Thread) -> None:
+        super().__init__()
+        self._server = server
+
+    def write(self, text: str) -> int:
+        writer = threading.current_thread()
+        return super().write(text) if writer is self._server or writer.name != SERVER_THREAD else len(text)
 
 
 class Served:
@@ -54,8 +67,8 @@ class Served:
             self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         self.port: int = self._listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self._thread = threading.Thread(target=self._run, name="test server")
-        self._log = io.StringIO()
+        self._thread = threading.Thread(target=self._run, name=SERVER_THREAD)
+        self._log = Log(self._thread)
 
     def _run(self) -> None:
         self.server.run(sockets=[self._listener])
