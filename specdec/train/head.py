@@ -202,8 +202,10 @@ def _target(run: HeadRun, target: str | Path, device: str) -> SpecDecoder:
     """The target, which writes the text, and reads it in the dtype of the products."""
     found = torch.device(resolve_device(EngineOptions(device=device).device))
     dtype = str(_dtype(run, found)).removeprefix("torch.")
-    at_once = ROWS_AT_ONCE[found.type]
-    return SpecDecoder.from_pretrained(target, device=device, dtype=dtype, max_batch_size=at_once, max_seq_len=run.width)
+    return SpecDecoder.from_pretrained(
+        target, device=device, dtype=dtype, max_batch_size=ROWS_AT_ONCE[found.type], max_seq_len=run.width,
+        prefix_caching=False,  # which would take the memory that states are kept in
+    )  # fmt: skip
 
 
 def _dtype(run: HeadRun, device: torch.device) -> torch.dtype:
