@@ -38,6 +38,7 @@ from specdec.train import head as training
 from specdec.train.block_loss import DraftedBlocks, _losses, choose_anchors
 from specdec.train.heads.files import in_fp8, save
 from specdec.train.heads.fresh import new_head, spec_of
+from specdec.train.lesson.objective import loss_of_head, objective, teacher_rows
 from specdec.train.selftext import SelfText, write_rows
 from specdec.train.settings import HeadRun
 from specdec.train.states import TargetStates, read_rows
@@ -63,7 +64,10 @@ def test_the_loss_of_unrolled_steps_is_that_of_its_definition(pair: SpecDecoder)
     ids_V = torch.arange(len(head.d2t_V)) + head.d2t_V
     assert 0 in ids_V.tolist()  # what padding is read as
     weight_VH = pair.model.lm_head.rows(ids_V)
-    seen = read_rows(pair.model, torch.tensor([[*ROW, -1, -1], [5, *ROW[:7], *ROW[:6]]]), head.config.aux_layers)
+    (written,) = pair.generate([[0, 290, 411, 35]], SamplingParams(max_tokens=10, ignore_eos=True), speculate=False)
+    seen = read_rows(
+        pair.model, torch.tensor([[*ROW, -1, -1], [*written.prompt_token_ids, *written.token_ids]]), head.config.aux_layers
+    )
     steps, P = 3, seen.rows_BT.shape[1] - 2
     seen = seen._replace(begins_B=torch.tensor([4, 6]))  # the target wrote the tokens from there on
     loss, counts_2J = head_loss(head, seen, weight_VH, ids_V, steps, 0.5)
@@ -152,7 +156,7 @@ def test_the_teacher_has_the_target_s_logits(family: str, tmp_path: Path) -> Non
     """Keeps out: a head that learns a sharper or flatter distribution than that of a target whose logits are multiplied."""
     model = load(tiny_mamba(tmp_path, family))
     hidden_TH, ids_V = torch.randn(5, model.config.hidden_size), torch.arange(0, 40, 3)
-    torch.testing.assert_close(hidden_TH @ training.teacher_rows(model, ids_V).T, model.logits(hidden_TH)[:, ids_V])
+    torch.testing.assert_close(hidden_TH @ teacher_rows(model, ids_V).T, model.logits(hidden_TH)[:, ids_V])
 
 
 @pytest.mark.parametrize(("kind", "layout"), LAYOUTS)
@@ -264,7 +268,7 @@ def test_rows_that_are_kept_out_are_never_trained_on() -> None:
     states: Any = Recorded()
     text = SelfText(torch.zeros(100, 8, dtype=torch.int64), torch.full((100,), 2))
     counts = torch.tensor([[1, 1], [2, 1]])
-    inputs_of, evaluate = training.objective(states, lambda _: (torch.zeros(()), counts), text, HeadRun(batch=4))
+    inputs_of, evaluate = objective(states, lambda _: (torch.zeros(()), counts), text, HeadRun(batch=4))
     for step in range(200):
         inputs_of(step, lambda _: None)
     trained = {row for rows in read for row in rows}
@@ -297,7 +301,7 @@ def test_a_step_asks_the_host_for_nothing(kind: str, pair: SpecDecoder) -> None:
         inputs += [made(2, 8, dtype=torch.int64), made(2, 8, dtype=torch.bool)]
     target: Any = SimpleNamespace(lm_head=SimpleNamespace(rows=lambda ids: made(len(ids), 96)), config=pair.model.config)
     with OnMeta():
-        loss, _ = training._loss_of(target, head, made(2048, dtype=torch.int64), run)(inputs)
+        loss, _ = loss_of_head(target, head, made(2048, dtype=torch.int64), run)(inputs)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_([x for x in head.parameters() if x.requires_grad], 1.0)
     assert loss.is_meta and norm.is_meta
@@ -317,7 +321,7 @@ def test_products_in_16_bits_learn_the_same(kind: str, pair: SpecDecoder) -> Non
         inputs = [x.to(dtype) if x.is_floating_point() else x for x in (*seen, *more) if x is not None]
         head.zero_grad()
         with products(torch.device("cpu"), dtype):
-            loss = training._loss_of(pair.model, head, ids_V, run)(inputs)[0]
+            loss = loss_of_head(pair.model, head, ids_V, run)(inputs)[0]
         loss.backward()
         gradients = torch.cat([x.grad.flatten() for x in head.parameters() if x.grad is not None])
         assert loss.dtype == gradients.dtype == torch.float32

@@ -16,8 +16,8 @@ from specdec.models.config import RopeConfig
 from specdec.models.keys.rope import parse_rope
 from specdec.train.__main__ import SPLITS, main
 from specdec.train.folder import begin_run, check_same, fingerprint, prepare_out
-from specdec.train.head import rows_of_step
 from specdec.train.heads.safeailab import rope_keys
+from specdec.train.lesson.objective import rows_of_step
 from specdec.train.selftext import SelfText, coverage, read_rows_file, save_rows_file
 from specdec.train.settings import HeadRun, TargetRun
 from specdec.train.text import documents

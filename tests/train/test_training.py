@@ -21,9 +21,10 @@ from specdec.draft.eagle.head import Eagle3Head
 from specdec.draft.head import DraftHead
 from specdec.shipped import draft_folder, prompts_file, target_folder
 from specdec.train.block_loss import block_loss, choose_anchors
-from specdec.train.head import Lesson, train_head
+from specdec.train.head import train_head
 from specdec.train.heads.files import save
 from specdec.train.heads.fresh import new_head
+from specdec.train.lesson.lesson import Lesson
 from specdec.train.loop import STEPS
 from specdec.train.selftext import SelfText, frequent_ids
 from specdec.train.settings import HeadRun, TargetRun
@@ -117,7 +118,7 @@ def test_train_head_end_to_end_and_resumed(tmp_path: Path, capsys: pytest.Captur
 
 @pytest.mark.parametrize("kind", ["eagle3", "dflash"])
 def test_a_resumed_head_is_the_uninterrupted_one(kind: str, pair: SpecDecoder, tmp_path: Path) -> None:
-    """Keeps out: a resumed run that reads other rows or places, or forgets moments or the rate: not bit for bit the same head."""
+    """Keeps out: a resumed run that reads other rows or places, or forgets moments or the rate, and so ends as another head."""
     rows = torch.randint(2048, (24, 48), generator=torch.Generator().manual_seed(0))
     text = SelfText(rows, torch.full((24,), 5))
     run = HeadRun(kind=kind, texts=24, width=48, longest_prompt=16, steps=4, batch=2, warmup=2, lr=1e-3, eval_every=1)
@@ -222,7 +223,7 @@ def test_states_that_are_kept_are_those_of_a_pass(pair: SpecDecoder) -> None:
 
 
 WRONG = [
-    ("texts", 0), ("longest_prompt", 300), ("greedy_share", 1.5), ("steps", 0), ("kind", "medusa"), ("layers", 2),
+    ("texts", 0), ("longest_prompt", 300), ("greedy_share", 1.5), ("steps", -1), ("kind", "medusa"), ("layers", 2),
     ("markov", "gated"), ("markov_rank", 8), ("anchors", 3), ("layout", "nemo"), ("selector_rank", 8), ("candidates", 4),
 ]  # fmt: skip
 
