@@ -209,9 +209,10 @@ def _memory(run: HeadRun, model: Target, layers: tuple[int, ...]) -> str:
     numbers = sum(part.numel() for name, part in parts if not lent.get(name.partition(".")[0]))
     target = sum(weight.nbytes for weight in {id(weight): weight for weight in model.parameters()}.values())
     places = run.width - 2 if spec.block is None else run.anchors
-    logits = 4 * run.batch * places * vocab * (3 * run.num_steps + 2)  # of each step: logits, their softmax, a gradient
+    size, steps = model.embed_tokens.weight.element_size(), run.num_steps
+    fused = spec.block is None and model.embed_tokens.weight.is_cuda  # of a drafted token logits alone are kept
+    logits = run.batch * places * vocab * (size * (steps + 2) if fused else 4 * (3 * steps + 2))  # else softmax, gradient
     sizes = {"the target": target, "the head and its optimizer": 16 * numbers, "logits of a step": logits}
-    size = model.embed_tokens.weight.element_size()
     sizes["the target's states, if they are kept"] = size * run.texts * run.width * model.config.hidden_size * (len(layers) + 1)
     listed = ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in sizes.items())
     return f"a head of {numbers / 1e6:.1f} M parameters; memory, about: {listed}"

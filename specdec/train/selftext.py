@@ -20,7 +20,8 @@ from specdec.train.settings import HeadRun
 from specdec.train.text.documents import Document
 from specdec.train.text.openings import opening_ids
 
-ROUND = 2048  # prompts of one call of generate, at whose end few rows are busy; rows are saved after each call
+# Prompts of one call of generate, by device.  At a call's end few rows of its batches are busy; after it rows are saved.
+ROUNDS = {"cuda": 2048, "cpu": 512}
 WRITTEN_BY = ("texts", "width", "longest_prompt", "greedy_share", "held_out", "seed")  # settings that the rows follow from
 ENOUGH = 0.98  # of the text should lie in the draft vocabulary
 CHECKED = 20, 256  # one row of so many tells the loss on other text than a head learns from; at most so many rows
@@ -122,7 +123,8 @@ def write_text(
     rows = torch.full((run.texts, run.width), -1, dtype=torch.int64, device="cpu")
     if path.is_file():
         read_rows_file(path, made_of, rows)
-    write_rows(decoder, prompts, rows, run.greedy_share, run.seed, lambda: save_rows_file(path, made_of, rows))
+    at_once = ROUNDS[decoder.settings.device.type]
+    write_rows(decoder, prompts, rows, run.greedy_share, run.seed, lambda: save_rows_file(path, made_of, rows), at_once)
     return SelfText(rows, torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64, device="cpu"))
 
 
@@ -156,7 +158,7 @@ def write_rows(
     greedy_share: float,
     seed: int,
     save: Callable[[], None],
-    at_once: int = ROUND,
+    at_once: int,
 ) -> None:
     """Fills rows [len(prompts), width] with the ids of each prompt and its continuation by the target.
 
