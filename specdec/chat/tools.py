@@ -5,6 +5,7 @@ Every fault is a ValueError or TypeError that begins with the name of what is wr
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -107,7 +108,7 @@ def _tool(value: Any, name: str) -> Tool:
 
 def _schema(value: Any, name: str) -> Mapping[str, Any]:
     try:
-        schema_as_json("json_schema", value)
+        value = json.loads(schema_as_json("json_schema", value))
     except (TypeError, ValueError) as error:
         raise _fault(type(error), name, str(error).removeprefix("json_schema ")) from None
     if value == {}:

@@ -1,16 +1,17 @@
 """What a JSON schema may be: an object whose keywords are those of JSON Schema, or annotations that say nothing of a text.
 
 JSON Schema itself takes a keyword that it does not know for an annotation, so a misspelled one holds a text to nothing.  Here
-it is refused.  Whether a text can be held to a known keyword is for the library to say.
+it is refused.  Whether a text can be held to a known keyword is for the library to say.  OpenAPI's `nullable`, which clients
+write of optional arguments, becomes a type.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from specdec.checks import distinct, nearest_name
+from specdec.checks import distinct, nearest_name, shown
 
 # Of drafts 4 to 2020-12, by what their values hold: schemas by name, schemas in a row, one schema or several, no schema.
 BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
@@ -23,7 +24,7 @@ VALUES = (
     "type", "enum", "const", "multipleOf", "maximum", "exclusiveMaximum", "minimum", "exclusiveMinimum", "maxLength",
     "minLength", "pattern", "format", "maxItems", "minItems", "uniqueItems", "maxContains", "minContains", "maxProperties",
     "minProperties", "required", "dependentRequired", "contentEncoding", "contentMediaType", "$schema", "$id", "id", "$ref",
-    "$anchor", "$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor", "$vocabulary", "$comment",
+    "$anchor", "$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor", "$vocabulary", "$comment", "nullable",
 )  # fmt: skip
 ANNOTATIONS = (  # the last four are OpenAPI's
     "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "example", "discriminator", "xml",
@@ -34,7 +35,8 @@ GUIDANCE = "x-guidance"  # the library's own settings, which it reads in the who
 OWN = "x-"  # with which names begin that a program adds for itself
 EXAMPLE = '{"type": "object"}'
 TOO_DEEP = "json_schema is nested too deeply; nearest setting that works: its parts in $defs, with a $ref for each"
-ELSEWHERE = {"nullable": 'a type such as ["string", "null"]', "divisibleBy": "multipleOf", "extends": "allOf"}
+ELSEWHERE = {"divisibleBy": "multipleOf", "extends": "allOf"}
+NULLABLE = "nullable"
 
 
 def schema_as_json(name: str, value: Any) -> str:
@@ -59,6 +61,8 @@ def schema_as_json(name: str, value: Any) -> str:
     except (TypeError, ValueError) as error:
         raise TypeError(f"{name} must hold what JSON can hold: {error}") from None
     _check_keywords(schema)
+    if f'"{NULLABLE}"' in written:
+        return json.dumps(_without_nullable(json.loads(written)), ensure_ascii=False)
     return value if isinstance(value, str) else written
 
 
@@ -80,24 +84,46 @@ def _check_keywords(schema: Mapping[str, Any]) -> None:
             "json_schema must be the schema itself, got an object that holds it as 'schema', as OpenAI's response_format does; "
             "nearest setting that works: what 'schema' holds"
         )
-    left: list[tuple[Any, str]] = [(schema, "#")]  # what is still to be looked at; no recursion, since schemas may be deep
+    for inner, place in _schemas_in(schema):
+        for name, held in inner.items():
+            if name == GUIDANCE and place != "#":
+                raise ValueError(
+                    f"json_schema has {GUIDANCE} at {place[:200]}, where it would do nothing; nearest setting that works: "
+                    "one in the whole schema"
+                )
+            if name not in KNOWN and not str(name).startswith(OWN):
+                raise ValueError(_unknown(str(name)[:100], place))
+            if name == NULLABLE and not isinstance(held, bool):
+                raise ValueError(
+                    f"json_schema must have true or false for {NULLABLE} at {place[:200]}, got {shown(held)}; nearest setting "
+                    'that works: a type such as ["string", "null"]'
+                )
+
+
+def _schemas_in(schema: Any) -> Iterator[tuple[Any, str]]:
+    """Every object within a schema that is a schema, itself first, and its place.  No recursion: schemas may be deep."""
+    left: list[tuple[Any, str]] = [(schema, "#")]
     while left:
         value, place = left.pop()
         if isinstance(value, Mapping):
+            yield value, place
             for name, held in value.items():
-                inner = held.items() if name in BY_NAME and isinstance(held, Mapping) else ()
-                left += [(each, f"{place}/{name}/{own}") for own, each in inner]
-                if name in IN_A_ROW or name in SCHEMAS:
+                if name in BY_NAME and isinstance(held, Mapping):
+                    left += [(each, f"{place}/{name}/{own}") for own, each in held.items()]
+                elif name in IN_A_ROW or name in SCHEMAS:
                     left.append((held, f"{place}/{name}"))
-                elif name == GUIDANCE and place != "#":
-                    raise ValueError(
-                        f"json_schema has {GUIDANCE} at {place[:200]}, where it would do nothing; nearest setting that works: "
-                        "one in the whole schema"
-                    )
-                elif name not in KNOWN and not str(name).startswith(OWN):
-                    raise ValueError(_unknown(str(name)[:100], place))
         elif isinstance(value, Sequence) and not isinstance(value, str):
             left += [(each, f"{place}/{number}") for number, each in enumerate(value)]
+
+
+def _without_nullable(schema: dict[str, Any]) -> dict[str, Any]:
+    """The same schema, changed in place: null is a type where OpenAPI allows it, which is beside a type alone."""
+    for inner, _ in _schemas_in(schema):
+        kind = inner.get("type")
+        if inner.pop(NULLABLE, False) is True and kind is not None:
+            kinds = kind if isinstance(kind, list) else [kind]
+            inner["type"] = kinds if "null" in kinds else [*kinds, "null"]
+    return schema
 
 
 def _unknown(name: str, place: str) -> str:
