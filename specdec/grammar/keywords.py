@@ -8,6 +8,7 @@ write of optional arguments, becomes a type.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,9 +27,10 @@ VALUES = (
     "minProperties", "required", "dependentRequired", "contentEncoding", "contentMediaType", "$schema", "$id", "id", "$ref",
     "$anchor", "$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor", "$vocabulary", "$comment", "nullable",
 )  # fmt: skip
-ANNOTATIONS = (  # the last four are OpenAPI's
-    "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "example", "discriminator", "xml",
-    "externalDocs",
+ANNOTATIONS = (  # the second line is OpenAPI's, the third is of editors and forms
+    "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly",
+    "example", "discriminator", "xml", "externalDocs",
+    "enumNames", "enumDescriptions", "markdownDescription", "errorMessage",
 )  # fmt: skip
 KNOWN = (*BY_NAME, *IN_A_ROW, *SCHEMAS, *VALUES, *ANNOTATIONS)
 GUIDANCE = "x-guidance"  # the library's own settings, which it reads in the whole schema alone
@@ -37,6 +39,15 @@ EXAMPLE = '{"type": "object"}'
 TOO_DEEP = "json_schema is nested too deeply; nearest setting that works: its parts in $defs, with a $ref for each"
 ELSEWHERE = {"divisibleBy": "multipleOf", "extends": "allOf"}
 NULLABLE = "nullable"
+TYPES = ("string", "number", "integer", "boolean", "object", "array", "null")
+FREE_FORMATS = ("password", "path", "file-path", "directory-path", "binary", "json-string")  # every text has these
+# Keywords that narrow what others allow and to which the library holds no text, and the formats to which it holds texts.
+UNHELD = (
+    "not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems", "propertyNames", "dependentRequired",
+    "dependentSchemas", "dependencies", "unevaluatedItems", "unevaluatedProperties", "contentSchema",
+)  # fmt: skip
+FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown")
+LOOKS_AROUND = re.compile(r"\(\?(=|!|<=|<!)")
 
 
 def schema_as_json(name: str, value: Any) -> str:
@@ -61,9 +72,23 @@ def schema_as_json(name: str, value: Any) -> str:
     except (TypeError, ValueError) as error:
         raise TypeError(f"{name} must hold what JSON can hold: {error}") from None
     _check_keywords(schema)
-    if f'"{NULLABLE}"' in written:
-        return json.dumps(_without_nullable(json.loads(written)), ensure_ascii=False)
+    if f'"{NULLABLE}"' in written or '"format"' in written:
+        return json.dumps(_in_plain_words(json.loads(written)), ensure_ascii=False)
     return value if isinstance(value, str) else written
+
+
+def held_part(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema without what the library holds no text to, changed in place: it allows what the whole allows, and more."""
+    for inner, _ in _schemas_in(schema):
+        for name in UNHELD:
+            inner.pop(name, None)
+        if "oneOf" in inner:  # which the library takes only where it sees that no text obeys two of them
+            inner["allOf"] = [*inner.get("allOf", ()), {"anyOf": inner.pop("oneOf")}]
+        if inner.get("format", FORMATS[0]) not in FORMATS:
+            del inner["format"]
+        if isinstance(pattern := inner.get("pattern"), str) and LOOKS_AROUND.search(pattern):
+            del inner["pattern"]
+    return schema
 
 
 def _check_keywords(schema: Mapping[str, Any]) -> None:
@@ -93,6 +118,11 @@ def _check_keywords(schema: Mapping[str, Any]) -> None:
                 )
             if name not in KNOWN and not str(name).startswith(OWN):
                 raise ValueError(_unknown(str(name)[:100], place))
+            if name == "type" and isinstance(held, str) and held not in TYPES:
+                raise ValueError(
+                    f"json_schema has the unknown type {held[:100]!r} at {place[:200]}; nearest setting that works: "
+                    f"{nearest_name(held[:100], TYPES) or 'leave it out'}"
+                )
             if name == NULLABLE and not isinstance(held, bool):
                 raise ValueError(
                     f"json_schema must have true or false for {NULLABLE} at {place[:200]}, got {shown(held)}; nearest setting "
@@ -116,13 +146,15 @@ def _schemas_in(schema: Any) -> Iterator[tuple[Any, str]]:
             left += [(each, f"{place}/{number}") for number, each in enumerate(value)]
 
 
-def _without_nullable(schema: dict[str, Any]) -> dict[str, Any]:
+def _in_plain_words(schema: dict[str, Any]) -> dict[str, Any]:
     """The same schema, changed in place: null is a type where OpenAPI allows it, which is beside a type alone."""
     for inner, _ in _schemas_in(schema):
         kind = inner.get("type")
         if inner.pop(NULLABLE, False) is True and kind is not None:
             kinds = kind if isinstance(kind, list) else [kind]
             inner["type"] = kinds if "null" in kinds else [*kinds, "null"]
+        if inner.get("format") in FREE_FORMATS:
+            del inner["format"]
     return schema
 
 

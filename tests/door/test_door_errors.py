@@ -48,7 +48,7 @@ SPEC_ERRORS = [
 ]
 SAMPLING_ERRORS = [
     (dict(max_tokens=0), ValueError, "max_tokens must be >= 1, got 0; nearest .* max_tokens=1"),
-    (dict(max_tokens=1.0), TypeError, "max_tokens must be an int, got 1.0"),
+    (dict(max_tokens=1.0), TypeError, "max_tokens must be an int, got 1.0 of type float; nearest .* max_tokens=1$"),
     (dict(temperature=-1), ValueError, "temperature must be in \\[0.0, 100.0\\], got -1; nearest .* temperature=0.0"),
     (dict(temperature=1e-9), ValueError, "temperature must be 0 .* got 1e-09; nearest: 0"),
     (dict(temperature=float("nan")), ValueError, "temperature must be in .* got nan"),
@@ -57,7 +57,7 @@ SAMPLING_ERRORS = [
     (dict(top_p=1.5), ValueError, "top_p .* got 1.5; nearest .* top_p=1.0"),
     (dict(top_k=-1), ValueError, "top_k must be in .*, got -1; nearest .* top_k=0"),
     (dict(seed=2**63), ValueError, "seed must be in .* got 9223372036854775808"),
-    (dict(seed=1.5), TypeError, "seed must be an int, got 1.5"),
+    (dict(seed=1.5), TypeError, "seed must be an int, got 1.5 of type float; nearest .* seed=1$"),
     (dict(stop=3), TypeError, "stop must be .* got 3"),
     (dict(stop=["a", 3]), TypeError, "stop must be a string or a list of strings, got 3"),
     (dict(stop=""), ValueError, "stop must not hold an empty string"),
