@@ -21,7 +21,7 @@ from toolkit.families import COMMON, FAMILIES
 from toolkit.models import Zoo
 from transformers import CONFIG_MAPPING
 
-from specdec import SamplingParams, SpecConfig, SpecDecoder
+from specdec import AsyncSpecDecoder, SamplingParams, SpecConfig, SpecDecoder
 from specdec.attention.capabilities import choose_backend
 from specdec.attention.capability import KV_DTYPES
 from specdec.attention.needs import AttentionNeeds
@@ -206,6 +206,19 @@ def test_generate(decoder: SpecDecoder, call: Callable[[SpecDecoder], Any], erro
     with pytest.raises(error, match=match):
         call(decoder)
     Driver(decoder).assert_nothing_leaked()
+
+
+def test_options_as_arguments_are_shown_their_place(decoder: SpecDecoder) -> None:
+    """Keeps out: Python's own error, which names a class that the caller has never seen, and no way on."""
+    for call in (decoder.generate, decoder.stream, decoder.chat, AsyncSpecDecoder.generate, AsyncSpecDecoder.stream):
+        ask: Callable[..., Any] = call
+        for given, works in (
+            ({"max_tokens": 6}, r"SamplingParams\(max_tokens=6\) as `sampling`$"),
+            ({"temprature": 1}, r"SamplingParams\(temperature=1\)"),
+            ({"samplings": 1}, "works: sampling$"),
+        ):
+            with pytest.raises(TypeError, match=rf"^{call.__name__} has no argument '{next(iter(given))}'; .*{works}"):
+                ask("a", **given)
 
 
 def test_no_prompt_is_an_error(decoder: SpecDecoder) -> None:
