@@ -62,8 +62,8 @@ def require_int(name: str, value: Any, low: int, high: float = math.inf) -> int:
     """The value as an int, if it is an integer of Python or numpy within [low, high].  A bool is refused."""
     if not is_number(type(value), Integral):
         number = _number_in(value)
-        nearest = "" if number is None else f"; nearest setting that works: {name}={int(min(max(number, low), high))}"
-        raise TypeError(f"{name} must be an int, got {shown(value)} of type {type(value).__name__}{nearest}")
+        near = "" if number is None else f"; nearest setting that works: {name}={int(min(max(number, low), high))}"
+        raise TypeError(f"{name} must be an int, got {shown(value)} of type {type(value).__name__}{near}")
     if not low <= value <= high:
         bounds = f">= {low}" if high == math.inf else f"in [{low}, {int(high)}]"
         nearest = low if value < low else int(high)
@@ -75,13 +75,14 @@ def require_float(name: str, value: Any, low: float, high: float, *, above_low: 
     """The value as a float, if it is a finite number of Python or numpy within [low, high] (or (low, high])."""
     if not is_number(type(value), Real):
         number = _number_in(value)
-        near = "" if number is None or not low < number <= high else f"; nearest setting that works: {name}={number}"
+        works = number is not None and low <= number <= high and not (above_low and number == low)
+        near = f"; nearest setting that works: {name}={number}" if works else ""
         raise TypeError(f"{name} must be a number, got {shown(value)} of type {type(value).__name__}{near}")
     if not low <= value <= high or (above_low and value == low):
         bounds = f"{'(' if above_low else '['}{low}, {high}]"
         nearest = high if value > low else low
-        works = f"a {name} above {low}" if above_low and nearest == low else f"{name}={nearest}"
-        hint = f"; nearest setting that works: {works}"
+        setting = f"a {name} above {low}" if above_low and nearest == low else f"{name}={nearest}"
+        hint = f"; nearest setting that works: {setting}"
         raise ValueError(f"{name} must be in {bounds}, got {value}{hint}")
     return float(value)
 

@@ -82,8 +82,8 @@ def held_part(schema: dict[str, Any]) -> dict[str, Any]:
     for inner, _ in _schemas_in(schema):
         for name in UNHELD:
             inner.pop(name, None)
-        if "oneOf" in inner:  # which the library takes only where it sees that no text obeys two of them
-            inner["allOf"] = [*inner.get("allOf", ()), {"anyOf": inner.pop("oneOf")}]
+        if "oneOf" in inner and "anyOf" not in inner:  # the library wants to see that no text obeys two of them
+            inner["anyOf"] = inner.pop("oneOf")
         if inner.get("format", FORMATS[0]) not in FORMATS:
             del inner["format"]
         if isinstance(pattern := inner.get("pattern"), str) and LOOKS_AROUND.search(pattern):
@@ -147,7 +147,7 @@ def _schemas_in(schema: Any) -> Iterator[tuple[Any, str]]:
 
 
 def _in_plain_words(schema: dict[str, Any]) -> dict[str, Any]:
-    """The same schema, changed in place: null is a type where OpenAPI allows it, which is beside a type alone."""
+    """The same schema, changed in place: null is a type where OpenAPI allows it, beside a type, and no format is free."""
     for inner, _ in _schemas_in(schema):
         kind = inner.get("type")
         if inner.pop(NULLABLE, False) is True and kind is not None:

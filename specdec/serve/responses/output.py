@@ -72,9 +72,9 @@ def thought_item(text: str = "", status: str = "completed") -> dict[str, Any]:
     return {"id": new_id("rs"), "type": "reasoning", "summary": [], "content": content, "status": status}
 
 
-def call_item(called: Mapping[str, str], call_id: str, arguments: str = "", status: str = "completed") -> dict[str, Any]:
-    """called: the fields that say which function is."""
-    return {"id": new_id("fc"), "type": "function_call", "call_id": call_id, **called, "arguments": arguments, "status": status}
+def call_item(which: Mapping[str, str], call_id: str, arguments: str = "", status: str = "completed") -> dict[str, Any]:
+    """which: the fields that say which function is called."""
+    return {"id": new_id("fc"), "type": "function_call", "call_id": call_id, **which, "arguments": arguments, "status": status}
 
 
 def items_of(reply: Reply, status: str, logprobs: Sequence[Any], namespaces: Mapping[str, str]) -> list[dict[str, Any]]:
