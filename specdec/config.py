@@ -21,7 +21,8 @@ OF_DRAFTS = ("prediction", "sources", "shape")  # the fields of SamplingParams t
 LogprobsMode = Literal["raw", "processed"]
 GrammarKind = Literal["json_schema", "regex", "grammar"]  # the fields of SamplingParams that say what the text must be
 GraphMode = Literal["round", "step", False]  # one CUDA graph a round, one a phase, or none
-Asked, Given = ParamSpec("Asked"), TypeVar("Given")  # arguments and result of a method
+Asked = ParamSpec("Asked")  # arguments of a method
+Given = TypeVar("Given")  # its result
 MAKERS = (__name__, "dataclasses", "copy")  # modules that make options for whoever is to be warned
 
 

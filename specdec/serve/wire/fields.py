@@ -69,7 +69,8 @@ ELSEWHERE = {
     "chat_template": "the server's flag --chat-template", "think": "chat_template_kwargs", "extra_body": "what it holds",
     "num_ctx": "the server's flag --max-seq-len", "input": "messages", "system": "a message of the role 'system'",
     "options": "what it holds", "usage": 'stream_options {"include_usage": true}',
-    "response_format.schema": "json_schema", "response_format.pattern": 'structured_outputs {"regex": ...}',
+    "response_format.schema": "json_schema", "response_format.json_schema.type": "schema",
+    "response_format.pattern": 'structured_outputs {"regex": ...}',
 }  # fmt: skip
 # OpenAI's older fields, and what says the same now.
 INSTEAD = {"functions": "tools", "function_call": "tool_choice"}
