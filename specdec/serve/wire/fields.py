@@ -104,7 +104,7 @@ def only_used(values: dict[str, Any], used: tuple[str, ...], neutral: dict[str, 
             alike = ELSEWHERE.get(full) or nearest_name(name[:100], [*used, *neutral])
             hint = f"; nearest: {alike}" if alike else ""
             raise wrong(full, f"{full} is not supported: there is no such field{hint}", UNKNOWN_FIELD)
-        elif value is not None and not any(_is_same(value, allowed) for allowed in neutral[name]):
+        elif value is not None and not any(is_same(value, allowed) for allowed in neutral[name]):
             accepted = "".join(f" or send {json.dumps(allowed)}" for allowed in neutral[name][:1])
             raise wrong(
                 full, f"{full} is not supported by this server; nearest thing that works: leave it out{accepted}", UNSUPPORTED
@@ -112,22 +112,6 @@ def only_used(values: dict[str, Any], used: tuple[str, ...], neutral: dict[str, 
     return {name: value for name, value in kept.items() if value is not None}
 
 
-def _is_same(value: Any, allowed: Any) -> bool:
+def is_same(value: Any, allowed: Any) -> bool:
     """Equal, but 0 is not False."""
     return bool(value == allowed) and isinstance(value, bool) == isinstance(allowed, bool)
-
-
-def known_only(body: dict[str, Any], path: str) -> dict[str, Any]:
-    """The body without what this server does not know or can't do, in messages and stream_options too; see --lenient."""
-    kept = _known(body, USED_FIELDS[path])
-    if isinstance(messages := kept.get("messages"), list):
-        kept["messages"] = [_known(item, MESSAGE_FIELDS) if isinstance(item, dict) else item for item in messages]
-    if isinstance(options := kept.get("stream_options"), dict):
-        kept["stream_options"] = _known(options, STREAM_OPTIONS)
-    if not kept.get("stream"):
-        kept.pop("stream_options", None)
-    return kept
-
-
-def _known(values: dict[str, Any], used: tuple[str, ...]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if name in used}
