@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,10 +14,10 @@ from specdec.chat.reply import reply_of
 from specdec.decoder import SpecDecoder
 from specdec.generation import Generation
 from specdec.serve.messages.output import MessageHeading, blocks_of, ended_by
-from specdec.serve.messages.request import CALLED, chat_body
+from specdec.serve.messages.request import CALLED, AskedChat, chat_body
 from specdec.serve.messages.stream import MessageWriter
 from specdec.serve.middleware import ENTRY
-from specdec.serve.running.answer import answer_plan
+from specdec.serve.running.answer import answer_plan, told
 from specdec.serve.running.generate import MadeRequests
 from specdec.serve.state import ServerState
 from specdec.serve.tokens.endpoints import encoded
@@ -27,40 +28,43 @@ from specdec.serve.wire.requests import RequestPlan, read_plan
 
 async def answer_message(state: ServerState, request: Request, body: dict[str, Any]) -> Response:
     """The message that answers a body.  Errors name the fields of this endpoint."""
-    try:
-        plan = _plan(state, body)
+    asked = chat_body(body, state.options.lenient)
+    with _own_names():
+        plan = _plan(state, asked)
         name = "msg_" + request.scope[ENTRY].id.removeprefix("req-")
         count = state.decoder.decoder.tokenizer.encode_plain
         heading = MessageHeading(name, state.options.name, lambda text: len(count(text)))
         return await answer_plan(state, request, plan, _Message(heading, plan))
-    except ApiError as error:
-        raise _renamed(error) from None
 
 
 async def answer_count(state: ServerState, request: Request, body: dict[str, Any]) -> Response:
     """How many tokens a message's prompt would have."""
-    try:
-        plan = _plan(state, body, counts=True)
-    except ApiError as error:
-        raise _renamed(error) from None
+    asked = chat_body(body, state.options.lenient, counts=True)
+    with _own_names():
+        plan = _plan(state, asked)
+    request.scope[ENTRY].plan(plan, state.options.log_prompts)
 
     def work(decoder: SpecDecoder) -> list[int]:
         return decoder.encode(plan.prompt(0, decoder.tokenizer.template_variables), "messages")
 
-    return JSONResponse({"input_tokens": len(await encoded(state, request, work, "messages"))})
+    return told(plan, JSONResponse({"input_tokens": len(await encoded(state, request, work, "messages"))}))
 
 
-def _plan(state: ServerState, body: dict[str, Any], counts: bool = False) -> RequestPlan:
+def _plan(state: ServerState, asked: AskedChat) -> RequestPlan:
     options = state.options
-    chat, thinks, left_out = chat_body(body, options.lenient, counts)
-    plan = read_plan(chat, CHAT, options.name, options.max_tokens_cap, options.max_logprobs)
-    return replace(plan, thinks=thinks, left_out=left_out)
+    plan = read_plan(asked.body, CHAT, options.name, options.max_tokens_cap, options.max_logprobs)
+    return replace(plan, thinks=asked.thinks, left_out=asked.left_out)
 
 
-def _renamed(error: ApiError) -> ApiError:
-    error.rename(CALLED)
-    error.message = error.message.replace(".function.parameters", ".input_schema").replace("].function.", "].")
-    return error
+@contextmanager
+def _own_names() -> Iterator[None]:
+    """Gives errors about the chat the names of this endpoint's fields."""
+    try:
+        yield
+    except ApiError as error:
+        error.rename(CALLED)
+        error.message = error.message.replace(".function.parameters", ".input_schema").replace("].function.", "].")
+        raise
 
 
 @dataclass(frozen=True)

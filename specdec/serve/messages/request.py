@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from specdec.checks import nearest_name, shown
 from specdec.serve.messages.history import read_messages
@@ -31,6 +31,11 @@ NEUTRAL_OF_TOOLS: dict[str, tuple[Any, ...]] = {
 TOOL = ("type", "name", "description", "input_schema", "strict", "cache_control", "eager_input_streaming")
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 THINKING = {"enabled": True, "adaptive": None, "disabled": False}  # None: as the model's template says by itself
+ELSEWHERE = {  # what says the same as a field of OpenAI's
+    "stop": "stop_sequences", "max_completion_tokens": "max_tokens", "max_output_tokens": "max_tokens",
+    "response_format": "output_config", "output_format": "output_config", "reasoning_effort": "output_config",
+    "parallel_tool_calls": "tool_choice", "instructions": "system", "input": "messages",
+}  # fmt: skip
 # How errors about a chat's fields are to call them.
 CALLED = {
     "stop": "stop_sequences", "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
@@ -39,16 +44,21 @@ CALLED = {
 }  # fmt: skip
 
 
-def chat_body(body: dict[str, Any], lenient: bool, counts: bool = False) -> tuple[dict[str, Any], bool | None, list[str]]:
-    """The body of the chat that is asked for; whether the model is to think; and what a lenient server has left out.
+class AskedChat(NamedTuple):
+    """The body of the chat that is asked for.  thinks: see RequestPlan.  left_out: what a lenient server has left out."""
 
-    counts: the tokens alone are asked for.  ApiError 400 with the name of the field that is wrong.
-    """
+    body: dict[str, Any]
+    thinks: bool | None
+    left_out: list[str]
+
+
+def chat_body(body: dict[str, Any], lenient: bool, counts: bool = False) -> AskedChat:
+    """What a body asks for.  counts: the tokens alone.  ApiError 400 with the name of the field that is wrong."""
     left_out, used = list[str](), COUNTED if counts else USED
     body = {name: value for name, value in body.items() if name not in SILENT}
     if lenient:
         body, left_out = sift(body, used, NEUTRAL)
-    values = only_used(body, used, NEUTRAL, "")
+    values = only_used(body, used, NEUTRAL, "", ELSEWHERE)
     if not counts and "max_tokens" not in values:
         raise wrong(
             "max_tokens", "max_tokens is missing: expected the most tokens of the answer; nearest thing that works: 1024"
@@ -62,7 +72,7 @@ def chat_body(body: dict[str, Any], lenient: bool, counts: bool = False) -> tupl
             raise wrong("stop_sequences", f"stop_sequences must be a list of texts, got {shown(stops)}")
         chat["stop"] = stops
     chat |= _tools(values.get("tools"), values.get("tool_choice")) | _output(values.get("output_config"))
-    return chat, _thinks(values.get("thinking")), left_out
+    return AskedChat(chat, _thinks(values.get("thinking")), left_out)
 
 
 def _object(name: str, value: Any, used: tuple[str, ...], neutral: dict[str, tuple[Any, ...]] | None = None) -> dict[str, Any]:

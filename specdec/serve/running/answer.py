@@ -44,13 +44,13 @@ async def answer_plan(state: ServerState, request: Request, plan: RequestPlan, f
         made = await state.unless_gone(making, request.receive)
         queued.requests = made.requests
         if plan.stream:
-            return _told(plan, EventStream(state, plan, made.requests, form.writer(made), held.pop_all(), entry))
+            return told(plan, EventStream(state, plan, made.requests, form.writer(made), held.pop_all(), entry))
         generations = await state.unless_gone(run_all(state.decoder, made.requests), request.receive)
     entry.finished(plan, generations, options.log_prompts)
-    return _told(plan, JSONResponse(form.whole(made, generations)))
+    return told(plan, JSONResponse(form.whole(made, generations)))
 
 
-def _told(plan: RequestPlan, answer: Response) -> Response:
+def told(plan: RequestPlan, answer: Response) -> Response:
     """The same with what was left out of the request."""
     if plan.left_out:
         answer.headers[LEFT_OUT_HEADER] = header_value(plan.left_out)

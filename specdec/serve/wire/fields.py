@@ -7,6 +7,7 @@ fields of sampling that greedy decoding does not look at: OpenAI's clients send 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from specdec.checks import nearest_name
@@ -90,10 +91,13 @@ def used_fields(body: dict[str, Any], path: str) -> dict[str, Any]:
     return only_used(body, USED_FIELDS[path], neutral, "")
 
 
-def only_used(values: dict[str, Any], used: tuple[str, ...], neutral: dict[str, tuple[Any, ...]], where: str) -> dict[str, Any]:
+def only_used(
+    values: dict[str, Any], used: tuple[str, ...], neutral: dict[str, tuple[Any, ...]], where: str,
+    elsewhere: Mapping[str, str] = ELSEWHERE,
+) -> dict[str, Any]:  # fmt: skip
     """The values that are used and not null.  ApiError 400 for any other, unless it is neutral.
 
-    where: what errors put before a name.
+    where: what errors put before a name.  elsewhere: what says the same as a field of another API.
     """
     kept = {}
     for name, value in values.items():
@@ -101,7 +105,7 @@ def only_used(values: dict[str, Any], used: tuple[str, ...], neutral: dict[str, 
         if name in used:
             kept[name] = value
         elif name not in neutral:
-            alike = ELSEWHERE.get(full) or nearest_name(name[:100], [*used, *neutral])
+            alike = elsewhere.get(full) or nearest_name(name[:100], [*used, *neutral])
             hint = f"; nearest: {alike}" if alike else ""
             raise wrong(full, f"{full} is not supported: there is no such field{hint}", UNKNOWN_FIELD)
         elif value is not None and not any(is_same(value, allowed) for allowed in neutral[name]):
