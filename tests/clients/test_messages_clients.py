@@ -6,7 +6,6 @@ import importlib
 import json
 from typing import Any, Literal
 
-import httpx
 import pytest
 from toolkit.serving.server import Served
 
@@ -21,8 +20,7 @@ GREEDY: Any = {"model": "tiny", "max_tokens": 200, "extra_body": {"temperature":
 
 
 def client_of(served: Served, **settings: Any) -> Any:
-    http = httpx.Client(verify=False, timeout=120)
-    known = {"base_url": served.url, "api_key": "none", "max_retries": 0, "http_client": http}
+    known = {"base_url": served.url, "api_key": "none", "max_retries": 0}
     return importlib.import_module("anthropic").Anthropic(**{**known, **settings})
 
 
@@ -63,9 +61,9 @@ def test_errors_are_those_of_the_client(caller_served: Served) -> None:
     """Keeps out: an error that the client can't name, or that it sends the caller in a circle with."""
     anthropic: Any = importlib.import_module("anthropic")
     client = client_of(caller_served)
-    with pytest.raises(anthropic.BadRequestError, match=r"tools\[0\] is one of type 'bash_20250124'"):
+    with pytest.raises(anthropic.BadRequestError, match=r"tools\[0\] is one of type .*bash_20250124"):
         client.messages.create(**GREEDY, messages=ASK, tools=[{"type": "bash_20250124", "name": "bash"}])
-    with pytest.raises(anthropic.NotFoundError, match="nearest setting that works: model='tiny'") as missing:
+    with pytest.raises(anthropic.NotFoundError, match="nearest setting that works: model=.*tiny") as missing:
         client.messages.create(model="claude", max_tokens=1, messages=ASK)
     assert missing.value.body["error"]["type"] == "not_found_error"
     with Served(caller_served.decoder, api_key="sesame") as locked:

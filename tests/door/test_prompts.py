@@ -148,9 +148,7 @@ def test_an_empty_file_is_no_chat_template(tmp_path: Path, text: str) -> None:
     """Keeps out: a model that has no template all at once, because a file was cut to nothing."""
     file = tmp_path / "empty.jinja"
     file.write_text(text)
-    with pytest.raises(
-        ValueError, match="chat_template must be a file with a template, got .*empty.jinja', which is empty; near"
-    ):
+    with pytest.raises(ValueError, match="chat_template must be a file with a template, got .*empty.jinja', which is empty"):
         Tokenizer(save_tokenizer(tmp_path, "{{ '' }}"), file)
 
 

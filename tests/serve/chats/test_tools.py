@@ -116,7 +116,7 @@ def test_coroutines_chat_too(scripted: Served) -> None:
         "tools": TOOLS, "tool_choice": FORCED, "parallel_tool_calls": False, "tool_parser": "hermes", "speculate": False,
         "chat_template_kwargs": {"enable_thinking": False}, "reasoning_parser": "none",
     }  # fmt: skip
-    ways: list[dict[str, Any]] = [{"tools": TOOLS}, asked, {**asked, "reasoning_parser": "think", "speculate": True}]
+    ways: list[dict[str, Any]] = [{"tools": TOOLS}, asked]
 
     async def all_of() -> list[ChatAnswer]:
         several = AsyncSpecDecoder(decoder)
