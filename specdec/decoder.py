@@ -263,7 +263,7 @@ def new_chat(
     form = form_of(tokenizer, tool_parser, reasoning_parser)
     params = SamplingParams() if sampling is None else sampling
     plan = plan_reply(form, params, rules, ids, tokenizer, decoder.grammars)
-    own = {"wait": plan.wait, "all_tokens": plan.reader is not None}
+    own: dict[str, Any] = {"wait": plan.wait, "all_tokens": plan.reader is not None}
 
     def answer_of(generation: Generation) -> ChatAnswer:
         reply = reply_of(plan.reader, generation.text)

@@ -106,7 +106,9 @@ class ServeOptions:
         "how the model marks thoughts, which answers then hold apart; auto: as its chat template tells; none: not at all",
         choices=REASONING_PARSERS,
     )
-    lenient: bool = option(False, "leave out fields of requests that this server does not know, in place of an error, and say so in a header")
+    lenient: bool = option(
+        False, "leave out fields of requests that this server does not know, in place of an error, and say so in a header"
+    )
     page: bool = option(True, "answer / with a playground, a page that uses this API and holds no caller's data")
     log_prompts: bool = option(False, "write prompts and output texts to the log, which otherwise holds no text of any request")
 

@@ -7,6 +7,7 @@ import json
 from typing import Any, Literal
 
 import pytest
+from toolkit.serving.messages import anthropic_client
 from toolkit.serving.server import Served
 
 SCHEMA = {
@@ -19,14 +20,9 @@ ASK: list[Any] = [{"role": "user", "content": "How warm?"}]
 GREEDY: Any = {"model": "tiny", "max_tokens": 200, "extra_body": {"temperature": 0}}
 
 
-def client_of(served: Served, **settings: Any) -> Any:
-    known = {"base_url": served.url, "api_key": "none", "max_retries": 0}
-    return importlib.import_module("anthropic").Anthropic(**{**known, **settings})
-
-
 def test_a_turn_with_a_tool_and_the_next_one(caller_served: Served) -> None:
     """Keeps out: blocks that the client can't send back as they are."""
-    client = client_of(caller_served)
+    client = anthropic_client(caller_served)
     first = client.messages.create(**GREEDY, messages=ASK, tools=[TOOL], thinking={"type": "adaptive"})
     assert [block.type for block in first.content] == ["thinking", "tool_use"] and first.stop_reason == "tool_use"
     thought, call = first.content
@@ -41,7 +37,7 @@ def test_a_turn_with_a_tool_and_the_next_one(caller_served: Served) -> None:
 
 def test_a_stream_is_the_message(caller_served: Served) -> None:
     """Keeps out: events that the client's own helper joins to something else."""
-    client = client_of(caller_served)
+    client = anthropic_client(caller_served)
     asked: Any = {**GREEDY, "messages": ASK, "tools": [TOOL]}
     with client.messages.stream(**asked) as stream:
         kinds = {event.type for event in stream}
@@ -60,7 +56,7 @@ def test_a_stream_is_the_message(caller_served: Served) -> None:
 def test_errors_are_those_of_the_client(caller_served: Served) -> None:
     """Keeps out: an error that the client can't name, or that it sends the caller in a circle with."""
     anthropic: Any = importlib.import_module("anthropic")
-    client = client_of(caller_served)
+    client = anthropic_client(caller_served)
     with pytest.raises(anthropic.BadRequestError, match=r"tools\[0\] is one of type .*bash_20250124"):
         client.messages.create(**GREEDY, messages=ASK, tools=[{"type": "bash_20250124", "name": "bash"}])
     with pytest.raises(anthropic.NotFoundError, match="nearest setting that works: model=.*tiny") as missing:
@@ -69,9 +65,9 @@ def test_errors_are_those_of_the_client(caller_served: Served) -> None:
     with Served(caller_served.decoder, api_key="sesame") as locked:
         for settings in ({"api_key": "wrong"}, {"api_key": None, "auth_token": "wrong"}):
             with pytest.raises(anthropic.AuthenticationError):
-                client_of(locked, **settings).messages.count_tokens(model="tiny", messages=ASK)
+                anthropic_client(locked, **settings).messages.count_tokens(model="tiny", messages=ASK)
         for settings in ({"api_key": "sesame"}, {"api_key": None, "auth_token": "sesame"}):
-            assert client_of(locked, **settings).messages.count_tokens(model="tiny", messages=ASK).input_tokens
+            assert anthropic_client(locked, **settings).messages.count_tokens(model="tiny", messages=ASK).input_tokens
     with pytest.raises(anthropic.APIError, match="leave no token"):
         banned = {"structured_outputs": {"regex": "aaaa"}, "logit_bias": {str(ord("a")): -100}, "bad_words": ["aa"]}
         list(client.messages.create(model="tiny", max_tokens=20, messages=ASK, stream=True, extra_body=banned))

@@ -8,8 +8,8 @@ import json
 from typing import Any, Literal
 
 import pytest
-from clients.test_messages_clients import client_of
 from pydantic import BaseModel, ConfigDict
+from toolkit.serving.messages import anthropic_client
 from toolkit.serving.server import Served
 
 from specdec import SamplingParams
@@ -48,7 +48,7 @@ def test_openai_and_instructor(shipped_served: Served, text: str) -> None:
 
 def test_anthropic(shipped_served: Served, text: str) -> None:
     """Keeps out: another text than the target's own at this endpoint, whole and streamed."""
-    client = client_of(shipped_served)
+    client = anthropic_client(shipped_served)
     how: Any = {"model": "tiny", "max_tokens": SIZE, "messages": ASK, "extra_body": {"temperature": 0}}
     assert client.messages.create(**how).content[0].text == text
     with client.messages.stream(**how) as stream:

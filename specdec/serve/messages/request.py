@@ -83,7 +83,7 @@ def _object(name: str, value: Any, used: tuple[str, ...], neutral: dict[str, tup
 
 def _tools(tools: Any, choice: Any) -> dict[str, Any]:
     """The chat's fields about tools."""
-    chat = {}
+    chat: dict[str, Any] = {}
     if tools is not None:
         if not isinstance(tools, list):
             raise wrong("tools", f"tools must be a list, got {shown(tools)}")

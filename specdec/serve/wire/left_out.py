@@ -7,7 +7,7 @@ them with --log-prompts alone.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specdec.serve.wire import fields
@@ -44,7 +44,7 @@ def known_only(body: dict[str, Any], path: str) -> tuple[dict[str, Any], list[st
 
 
 def sift(
-    values: dict[str, Any], used: Sequence[str], neutral: dict[str, tuple[Any, ...] | None], where: str = ""
+    values: dict[str, Any], used: Sequence[str], neutral: Mapping[str, tuple[Any, ...] | None], where: str = ""
 ) -> tuple[dict[str, Any], list[str]]:
     """The values that are used, and the names of those that say more than leaving them out.
 

@@ -1,11 +1,14 @@
-"""Reads the events of /v1/messages, by the rules of Anthropic's page on streams."""
+"""Reads the events of /v1/messages, by the rules of Anthropic's page on streams, and makes Anthropic's client."""
 
 from __future__ import annotations
 
+import importlib
 import json
 from typing import Any
 
 from pydantic_core import from_json
+
+from toolkit.serving.server import Served
 
 STARTS: dict[str, dict[str, Any]] = {
     "text": {"text": ""},
@@ -18,6 +21,12 @@ DELTAS = {
     "signature_delta": "signature",
     "input_json_delta": "partial_json",
 }
+
+
+def anthropic_client(served: Served, **settings: Any) -> Any:
+    """A client of the package `anthropic`, which is installed where other people's programs are tested alone."""
+    known = {"base_url": served.url, "api_key": "none", "max_retries": 0}
+    return importlib.import_module("anthropic").Anthropic(**{**known, **settings})
 
 
 def events_of(text: str) -> list[dict[str, Any]]:
