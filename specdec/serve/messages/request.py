@@ -90,9 +90,9 @@ def _tools(tools: Any, choice: Any) -> dict[str, Any]:
         chat["tools"] = [_tool(each, f"tools[{index}]") for index, each in enumerate(tools)]
     if choice is None:
         return chat
-    told = _object("tool_choice", choice, ("type", "name", "disable_parallel_tool_use"))
-    kind = told.get("type")
-    if kind != "tool" and kind not in CHOICES:
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    told = _object("tool_choice", choice, ("type", "disable_parallel_tool_use", *(["name"] if kind == "tool" else [])))
+    if kind not in (*CHOICES, "tool"):
         expected = f"tool_choice.type must be one of {', '.join((*CHOICES, 'tool'))}"
         near = "any" if kind == "required" else "auto"
         raise wrong("tool_choice.type", f"{expected}, got {shown(kind)}; nearest setting that works: {near!r}")
@@ -150,7 +150,7 @@ def _thinks(value: Any) -> bool | None:
         return False
     told = _object("thinking", value, ("type", "budget_tokens"), {"display": ("summarized",)})
     kind, budget = told.get("type"), told.get("budget_tokens")
-    if kind not in THINKING:
+    if kind not in (*THINKING,):
         raise wrong(
             "thinking.type", f"thinking.type must be one of {', '.join(THINKING)}, got {shown(kind)}; nearest: 'adaptive'"
         )
