@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+from shapes import TARGET
 from torch import nn
 
 from specdec.bench.byte_limit import byte_limit
@@ -40,7 +41,7 @@ from specdec.loading.ranks import Ranks
 from specdec.loading.resolve import choose_attention, resolve_settings
 from specdec.models.causal_lm import CausalLM, MakeLayer, decoder_layer
 from specdec.models.checkpoints.loader import build
-from specdec.models.config import ModelConfig, RopeConfig
+from specdec.models.config import ModelConfig
 from specdec.models.linear import Linear
 from specdec.models.schemes.config import ROUNDED
 from specdec.models.schemes.formats import rounded
@@ -51,10 +52,6 @@ from specdec.parallel.shard import Shard
 from specdec.prompts.tokenizer import Tokenizer
 from specdec.session import Session
 
-TARGET = ModelConfig(
-    family="llama", hidden_size=4096, intermediate_size=14336, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128,
-    vocab_size=128256, rms_norm_eps=1e-5, rope=RopeConfig(500000.0, "llama3", 8.0, 1.0, 4.0, 8192), max_position=131072,
-)  # fmt: skip
 DRAFT_VOCAB = 32000
 TRACED = 10
 
@@ -103,9 +100,18 @@ GPUS = {
 }  # fmt: skip
 
 
+CPU = GpuFacts(1e10, {})  # whereby scripts are tried: its times mean nothing
+
+
+def device_name() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+
+
 def this_gpu() -> GpuFacts:
     """ValueError on a GPU without bars: give it an entry of its own."""
-    name = torch.cuda.get_device_name()
+    if not torch.cuda.is_available():
+        return CPU
+    name = device_name()
     known = next((gpu for short, gpu in GPUS.items() if short in name), None)
     if known is None:
         raise ValueError(f"nothing is known of {name}; expected one of {', '.join(GPUS)}, or a new entry in GPUS")
@@ -129,22 +135,33 @@ def random_pair(
     no_experts: whether the experts' matrices take no memory yet, because the caller stores them in fewer bits.
     head_layer: the head's layer; left out: one like the target's, without experts.  model_class: the model around the layers.
     """
-    shard, vocab = Shard(group.rank, group.size), min(DRAFT_VOCAB, target.vocab_size)
-    model = build(lambda: model_class(share_of(target, shard), max_positions, make_layer), device, torch.bfloat16, no_experts)
+    shard = Shard(group.rank, group.size)
+    model, head = empty_pair(max_positions, device, target, aux_layers, shard, make_layer, no_experts, head_layer, model_class)
     for matrix in model.modules() if no_experts else ():
         if isinstance(matrix, Linear):
             for part in matrix.parts.sizes:
                 matrix.tensors(part)  # takes its memory
-    layer = head_layer or replace(target, num_layers=1, layer_kinds=(), kv_source=(), experts=None)
-    layer = share_of(layer, shard)
-    shape = HeadSpec(layer, "eagle3", aux_layers, target.hidden_size, vocab)
-    head = build(lambda: Eagle3Head(shape, max_positions), device, torch.bfloat16)
-    head.embed_tokens = model.embed_tokens
     for parameter in dict.fromkeys([*model.parameters(), *head.parameters()]):  # in one order on all ranks
         parameter.normal_(std=0.02) if parameter.dim() > 1 else parameter.fill_(1.0)
+    vocab = head.config.draft_vocab_size
     head.d2t_V = torch.arange(vocab, device=device) * min(3, target.vocab_size // vocab - 1)
     for each in (model, head):
         join(each, group)
+    return model, head
+
+
+def empty_pair(
+    max_positions: int, device: torch.device, target: ModelConfig, aux_layers: tuple[int, int, int], shard: Shard,
+    make_layer: MakeLayer, no_experts: bool = False, head_layer: ModelConfig | None = None,
+    model_class: type[CausalLM] = CausalLM,
+) -> tuple[CausalLM, EagleHead]:  # fmt: skip
+    """A rank's share of both models, whose weights hold nothing yet.  The arguments are those of `random_pair`."""
+    vocab = min(DRAFT_VOCAB, target.vocab_size)
+    model = build(lambda: model_class(share_of(target, shard), max_positions, make_layer), device, torch.bfloat16, no_experts)
+    layer = share_of(head_layer or replace(target, num_layers=1, layer_kinds=(), kv_source=(), experts=None), shard)
+    shape = HeadSpec(layer, "eagle3", aux_layers, target.hidden_size, vocab)
+    head = build(lambda: Eagle3Head(shape, max_positions), device, torch.bfloat16)
+    head.embed_tokens = model.embed_tokens
     return model, head
 
 
@@ -193,9 +210,11 @@ def make_decoder(
     deterministic: bool = False,
     ranks: Ranks | None = None,
 ) -> SpecDecoder:
+    """A decoder on the first GPU, or where the model lies if that is the CPU."""
+    device = model.embed_tokens.weight.device.type
     options = EngineOptions(
-        device="cuda:0", dtype="bfloat16", max_batch_size=batch, max_seq_len=context + 1024, cuda_graphs=graphs,
-        attention=attention, deterministic=deterministic,
+        device="cuda:0" if device == "cuda" else device, dtype="bfloat16", max_batch_size=batch, max_seq_len=context + 1024, cuda_graphs=graphs,
+        attention=attention, deterministic=deterministic, threads="auto" if device == "cuda" else 1,
     )  # fmt: skip
     settings = resolve_settings(options, spec, model.config)
     settings = replace(settings, attention_backend=choose_attention(settings, model.config, *head.needs.models))
@@ -218,10 +237,12 @@ def measure(
     traced: bool = True,
     deterministic: bool = False,
     ranks: Ranks | None = None,
+    settle: int | None = None,
 ) -> dict[str, Any]:
     """One line: wall, host and GPU milliseconds a round; if traced, by kind of kernel and by phase too.
 
     ranks: those that hold both models, if there are several; the bytes are then those that one of them reads.
+    settle: rounds that are not measured; None: as many as compiling, capturing and "auto" take.
     """
     spec = spec_of(case.spec)
     decoder = make_decoder(model, head, spec, case.batch, case.context, graphs, deterministic=deterministic, ranks=ranks)
@@ -229,8 +250,7 @@ def measure(
     session = Session(decoder)
     prompts = random_prompts(case.batch, case.context, model.config.vocab_size)
     work = Workload(session, prompts, sampling, speculate=spec is not None)
-    settle = 8 if traced else 100  # compiles, captures; "auto" tries other numbers of levels first
-    full_rounds(work, session.step, settle)
+    full_rounds(work, session.step, settle or (8 if traced else 100))
     found = [walls for walls, _ in full_rounds(work, session.timed_step, rounds)]
     chosen = chosen_experts(work, rounds)
     limit = byte_limit(model, head if spec else None, spec, case.batch, case.context, chosen=chosen)

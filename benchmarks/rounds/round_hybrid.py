@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from rounds.mtp_8b import facts
 from rounds.round_8b import Case, make_decoder, measure, prefill_ms, random_pair, random_prompts, show
 from rounds.round_mixture import fill_buffers
+from shapes import ordinary_layer
 from specdec.attention.kinds import FULL
 from specdec.bench.kernels import trace
 from specdec.config import SamplingParams
@@ -146,11 +147,7 @@ def head_layer(target: ModelConfig) -> ModelConfig | None:
     """The layer of an EAGLE-3 head for a target that has no ordinary layer of its width; None: one like the target's."""
     if target.family not in ("nemotron_h", "kimi_linear", "gemma4_text"):
         return None
-    return ModelConfig(
-        family="llama", hidden_size=target.hidden_size, intermediate_size=4 * target.hidden_size, num_layers=1, num_heads=32,
-        num_kv_heads=8, head_dim=128, vocab_size=target.vocab_size, rms_norm_eps=target.rms_norm_eps,
-        max_position=target.max_position,
-    )  # fmt: skip
+    return ordinary_layer(target)
 
 
 def fill_hybrid(model: nn.Module) -> None:
