@@ -212,9 +212,10 @@ def make_decoder(
 ) -> SpecDecoder:
     """A decoder on the first GPU, or where the model lies if that is the CPU."""
     device = model.embed_tokens.weight.device.type
+    where: dict[str, Any] = {"device": "cuda:0"} if device == "cuda" else {"device": device, "threads": 1}
     options = EngineOptions(
-        device="cuda:0" if device == "cuda" else device, dtype="bfloat16", max_batch_size=batch, max_seq_len=context + 1024, cuda_graphs=graphs,
-        attention=attention, deterministic=deterministic, threads="auto" if device == "cuda" else 1,
+        dtype="bfloat16", max_batch_size=batch, max_seq_len=context + 1024, cuda_graphs=graphs, attention=attention,
+        deterministic=deterministic, **where,
     )  # fmt: skip
     settings = resolve_settings(options, spec, model.config)
     settings = replace(settings, attention_backend=choose_attention(settings, model.config, *head.needs.models))

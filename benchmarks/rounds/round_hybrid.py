@@ -26,12 +26,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from shapes import ordinary_layer
 from torch import Tensor, nn
 
 from rounds.mtp_8b import facts
 from rounds.round_8b import Case, make_decoder, measure, prefill_ms, random_pair, random_prompts, show
 from rounds.round_mixture import fill_buffers
-from shapes import ordinary_layer
 from specdec.attention.kinds import FULL
 from specdec.bench.kernels import trace
 from specdec.config import SamplingParams

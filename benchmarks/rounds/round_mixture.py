@@ -17,16 +17,15 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from products.quantised_experts import random_stack
+from shapes import SHAPES, Shape, tiny
 from torch import nn
 
 from rounds.round_8b import Case, empty_pair, measure, prefill_ms, random_pair, round_weights, show, verdict
-from shapes import SHAPES, Shape, tiny
 from specdec.config import SpecConfig
 from specdec.loading.pair import Loaded
 from specdec.loading.ranks import Ranks
@@ -131,7 +130,10 @@ class RandomShape(NamedTuple):
             in_few = parameter in experts or (self.quantize != "mxfp4" and parameter in layers and parameter.dim() > 1)
             return BITS[self.quantize] if in_few else 16
 
-        both = [int(sum(each.numel() * bits(each) for each in some) / 8) for some in (layers, {*model.parameters(), *head.parameters()})]
+        both = [
+            int(sum(each.numel() * bits(each) for each in some) / 8)
+            for some in (layers, {*model.parameters(), *head.parameters()})
+        ]
         return both[0], both[1] - both[0]
 
     def load(self, group: Group, options: EngineOptions) -> Loaded:

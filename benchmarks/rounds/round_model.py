@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from shapes import SHAPES, TARGET
 
 from rounds.round_8b import Case, measure, show, spec_of
-from shapes import SHAPES, TARGET
 from rounds.round_hybrid import QWEN, family_by, fill_hybrid
 from specdec.draft.model.head import SmallModel
 from specdec.models.causal_lm import CausalLM

@@ -19,14 +19,12 @@ import json
 import os
 import platform
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from graph_timing import replay_us
-from shapes import SHAPES
 
 from rounds.round_8b import Case, device_name, make_decoder, measure, show, this_gpu, verdict
 from rounds.round_mixture import RandomShape
@@ -126,7 +124,9 @@ class Run:
     def measure(self, name: str, label: str, wanted: RandomShape, cases: tuple[Case, ...]) -> None:
         """Every line of a shape that was asked for, then its sums."""
         args, began = self.args, time.monotonic()
-        cases = tuple(dict.fromkeys(case._replace(batch=min(case.batch, 2), context=24) for case in cases)) if args.tiny else cases
+        cases = (
+            tuple(dict.fromkeys(case._replace(batch=min(case.batch, 2), context=24) for case in cases)) if args.tiny else cases
+        )
         model, head, _, _ = self.ranks.load(wanted)
         loaded = time.monotonic() - began
         for case in cases:

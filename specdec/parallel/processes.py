@@ -275,7 +275,8 @@ class OtherRanks:
             return ""
         process = self._processes[rank - 1]
         process.join(1.0)
-        hint = "; a script that starts ranks must do so below `if __name__ == '__main__':`" if not self._words else ""
+        unguarded = process.exitcode == 1 and not self._words  # as Python's own refusal of a start within a start
+        hint = "; a script that starts ranks must do so below `if __name__ == '__main__':`" if unguarded else ""
         return f", with exit code {process.exitcode}{hint}"
 
     def _end_all(self, seconds: float = END_SECONDS) -> None:

@@ -43,7 +43,9 @@ def test_tensors_of_any_layout_are_exchanged(layout: str, around: bool) -> None:
         assert torch.equal(gathered, all_N) and torch.equal(received, all_N[:, rank])
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float64]
+)
 def test_every_dtype_is_gathered(dtype: torch.dtype) -> None:
     """Keeps out: numbers that gloo does not know, and tensors of one number or of none."""
     store, shapes = dist.HashStore(), ((), (0, 2), (3, 2))

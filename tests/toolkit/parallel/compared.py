@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from specdec import SamplingParams, SpecDecoder
+from specdec import SpecDecoder
 from specdec.loading.pair import WantedPair
 from specdec.loading.ranks import Ranks
 from specdec.options import EngineOptions

@@ -27,7 +27,9 @@ def launched_ranks(size: int) -> Iterator[None]:
         "WORLD_SIZE": str(size), "MASTER_ADDR": HOST, "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
     }  # fmt: skip
     context, before = multiprocessing.get_context("fork"), dict(os.environ)
-    processes = [context.Process(target=_serve, args=(place, rank), name=f"rank {rank}", daemon=True) for rank in range(1, size)]
+    processes = [
+        context.Process(target=_serve, args=(place, rank), name=f"rank {rank}", daemon=True) for rank in range(1, size)
+    ]
     for process in processes:
         process.start()
     os.environ.update(place, RANK="0")

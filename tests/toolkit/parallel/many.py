@@ -128,9 +128,7 @@ FAMILIES = (
     _hybrid("qwen3_5_text", tiny_hybrid, **DELTA),
     _hybrid("nemotron_h", tiny_mamba, mamba_num_heads=16, n_groups=8),
     _hybrid("lfm2", save_more),
-    _hybrid(
-        "kimi_linear", save_more, num_key_value_heads=8, linear_attn_config=KIMI["linear_attn_config"] | {"num_heads": 8}
-    ),
+    _hybrid("kimi_linear", save_more, num_key_value_heads=8, linear_attn_config=KIMI["linear_attn_config"] | {"num_heads": 8}),
 )
 
 
