@@ -84,7 +84,7 @@ def store_experts(model: nn.Module, quantize: str) -> None:
                 rows, columns = stack.shape(part)
                 qvalues = torch.zeros(rows, columns, dtype=torch.uint8, device=stack.device)
                 scales = torch.ones(rows, -(-columns // group), device=stack.device)
-                stack.fill(stack.numbers[0], part, QuantisedRows(kind, qvalues, scales, None, group))
+                stack.fill(0, part, QuantisedRows(kind, qvalues, scales, None, group))
             assert stack.quantised is not None
             stack.quantised.qweight_RJ.copy_(made.qweight_RJ)
             stack.quantised.scales_RG.copy_(made.scales_RG)
@@ -114,8 +114,8 @@ class RandomShape(NamedTuple):
         group = FORMATS[self.quantize][1] if self.quantize != "none" else 1
         if experts is not None and share.experts is not None and share.experts.intermediate_size % group:
             raise ValueError(
-                f"{size} ranks can't share experts of {experts.intermediate_size} columns in {self.quantize}, whose groups have "
-                f"{group}, in parts; nearest setting that works: expert_parallel='experts'"
+                f"{size} ranks can't share experts of {experts.intermediate_size} columns in {self.quantize}, in groups of "
+                f"{group}, by parts; nearest setting that works: expert_parallel='experts'"
             )
 
     def bytes_of_rank(self, size: int) -> tuple[int, int]:
@@ -130,11 +130,9 @@ class RandomShape(NamedTuple):
             in_few = parameter in experts or (self.quantize != "mxfp4" and parameter in layers and parameter.dim() > 1)
             return BITS[self.quantize] if in_few else 16
 
-        both = [
-            int(sum(each.numel() * bits(each) for each in some) / 8)
-            for some in (layers, {*model.parameters(), *head.parameters()})
-        ]
-        return both[0], both[1] - both[0]
+        every = {*model.parameters(), *head.parameters()}
+        of_layers, of_all = (int(sum(each.numel() * bits(each) for each in some) / 8) for some in (layers, every))
+        return of_layers, of_all - of_layers
 
     def load(self, group: Group, options: EngineOptions) -> Loaded:
         torch.manual_seed(0)  # so that what all ranks hold alike is alike

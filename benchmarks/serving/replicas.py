@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import secrets
 import socket
 import tempfile
 import time
@@ -82,6 +84,7 @@ def save_llama(folder: Path, config: ModelConfig) -> Path:
 @contextmanager
 def local_ray(cpus: int, gpus: int) -> Iterator[int]:
     """A Ray of this machine alone, whose proxy listens on the port that the block is given."""
+    os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
     import ray
     from ray import serve
 
@@ -120,7 +123,7 @@ def measure(target: Path, work: Work, replicas: int, router: str, port: int, arg
             clients.closed(replace(work, max_tokens=2), [[-1 - lane] for lane in range(lanes)])  # compiles and captures
             before = counted(url)
             numbers = range(lanes * args.requests)
-            start, records = clients.closed(work, [numbers[lane::lanes] for lane in range(lanes)])
+            start, records = clients.closed(work, [list(numbers[lane::lanes]) for lane in range(lanes)])
             asked, found = (after - earlier for after, earlier in zip(counted(url), before, strict=True))
     finally:
         serve.delete("measured")

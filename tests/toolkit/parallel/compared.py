@@ -18,18 +18,17 @@ OF_SEVERAL = ("decode_context_parallel_size", "context_interleave", "expert_para
 EVENTS, SYSTEM = 24, [(7 * i * i + 3 * i) % 40 for i in range(30)]  # of random traffic: steps; what many prompts begin with
 
 
-def options_of(size: int, **settings: Any) -> EngineOptions:
-    return EngineOptions(
-        device="cpu", dtype="float32", max_seq_len=120, max_batch_size=3, threads=1, tensor_parallel_size=size, **settings
-    )
+def options_of(size: int, device: str = "cpu", **settings: Any) -> EngineOptions:
+    own = {"max_seq_len": 120, "max_batch_size": 3, "threads": 1 if device == "cpu" else "auto", **settings}
+    return EngineOptions(device=device, dtype="float32", tensor_parallel_size=size, **own)
 
 
-def both_options(feature: PairFeature, size: int) -> tuple[EngineOptions, EngineOptions]:
+def both_options(feature: PairFeature, size: int, device: str = "cpu") -> tuple[EngineOptions, EngineOptions]:
     """(of one rank, of `size`) for the same work: a page of one stands for as many tokens as one of all that divide a text."""
     own = {"prefill_chunk": 20, **feature.options}
     sharers = own.get("decode_context_parallel_size", 1)
     of_one = {name: value for name, value in own.items() if name not in OF_SEVERAL}
-    return options_of(1, page_size=PAGE * sharers, **of_one), options_of(size, page_size=PAGE, **own)
+    return options_of(1, device, page_size=PAGE * sharers, **of_one), options_of(size, device, page_size=PAGE, **own)
 
 
 def decoder_of(folders: Folders, feature: PairFeature, options: EngineOptions, ranks: Ranks) -> SpecDecoder:
@@ -46,9 +45,11 @@ def texts(folders: Folders, feature: PairFeature, options: EngineOptions, ranks:
         return [(out.token_ids, out.finish_reason, taken) for out, taken in zip(outs, rounds, strict=True)]
 
 
-def both_texts(folders: Folders, feature: PairFeature, ranks: Ranks, alone: Ranks) -> tuple[list[Any], list[Any]]:
+def both_texts(
+    folders: Folders, feature: PairFeature, ranks: Ranks, alone: Ranks, device: str = "cpu"
+) -> tuple[list[Any], list[Any]]:
     """(what one rank wrote, what all wrote)."""
-    of_one, of_all = both_options(feature, ranks.size)
+    of_one, of_all = both_options(feature, ranks.size, device)
     return texts(folders, feature, of_one, alone), texts(folders, feature, of_all, ranks)
 
 

@@ -3,8 +3,8 @@
     python -m toolkit.parallel.ends WHEN RANKS DEVICE TARGET DRAFT
 
 is that program.  WHEN: "start", "prompt" or "round": it kills its last rank there, and prints what it is told of that; "first":
-it kills itself in a round; "interrupt": it writes until somebody sends it a signal.  It is a process of its own, in a session of
-its own, so that whatever it leaves behind is found by that session.
+it kills itself in a round; "interrupt": it writes until somebody sends it a signal.  It has a session of its own, by which
+whatever it leaves behind is found.
 """
 
 import multiprocessing

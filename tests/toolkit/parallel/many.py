@@ -96,7 +96,7 @@ WIDE = {"head_dim": 128, "intermediate_size": 1024}  # whole groups of 128 colum
 QWEN3 = Pair("qwen3", _plain("qwen3"), divides=2)
 V3 = Pair("v3", partial(save_deepseek, name="v3", **LATENT), divides=1)
 V32 = Pair("v32", partial(save_sparse, name="v32", **LATENT))
-DELTA = {"linear_num_key_heads": 8, "linear_num_value_heads": 16}
+DELTA = {"linear_num_key_heads": 8, "linear_num_value_heads": 16, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
 QWEN3_NEXT = _hybrid("qwen3_next", tiny_hybrid, **DELTA)
 MIXTURE = _mixture("qwen3-moe")
 GPT_OSS = Pair("gpt-oss", _gpt_oss)
@@ -126,9 +126,14 @@ FAMILIES = (
     _mixture("dots1"),
     QWEN3_NEXT,
     _hybrid("qwen3_5_text", tiny_hybrid, **DELTA),
-    _hybrid("nemotron_h", tiny_mamba, mamba_num_heads=16, n_groups=8),
+    _hybrid("nemotron_h", tiny_mamba, mamba_num_heads=16, n_groups=8, mamba_head_dim=16, ssm_state_size=16),
     _hybrid("lfm2", save_more),
-    _hybrid("kimi_linear", save_more, num_key_value_heads=8, linear_attn_config=KIMI["linear_attn_config"] | {"num_heads": 8}),
+    _hybrid(
+        "kimi_linear",
+        save_more,
+        num_key_value_heads=8,
+        linear_attn_config=KIMI["linear_attn_config"] | {"num_heads": 8, "head_dim": 16},
+    ),
 )
 
 
@@ -194,7 +199,6 @@ EIGHT = (
     _eight("a hybrid of Mamba layers", FAMILIES[-3], CHAIN),
     _eight("latents and states", FAMILIES[-1], **KEPT),
     _eight("latents, divided by 8", V3, **_divided(8)),
-    _eight("an indexer, divided by 4", V32, CHAIN, **_divided(4)),
     _eight("fewer key/value heads than ranks, divided by 4", QWEN3, **_divided(4)),
     _eight("windows and whole experts, divided by 2", GPT_OSS, CHAIN, **_divided(2), **WHOLE),
     _eight("an odd vocabulary", Pair("llama-odd", _plain("llama", vocab_size=41)), **KEPT),
