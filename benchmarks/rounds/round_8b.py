@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from shapes import TARGET
-from torch import nn
+from torch import Tensor, nn
 
 from specdec.bench.byte_limit import byte_limit
 from specdec.bench.kernels import trace
@@ -42,7 +42,7 @@ from specdec.loading.resolve import choose_attention, resolve_settings
 from specdec.models.causal_lm import CausalLM, MakeLayer, decoder_layer
 from specdec.models.checkpoints.loader import build
 from specdec.models.config import ModelConfig
-from specdec.models.linear import Linear
+from specdec.models.linear import Linear, Stored
 from specdec.models.schemes.config import ROUNDED
 from specdec.models.schemes.formats import rounded
 from specdec.models.sharding import join, share_of
@@ -165,6 +165,13 @@ def empty_pair(
     return model, head
 
 
+def whole_matrix(stored: Stored) -> Tensor:
+    """A checkpoint's matrix: this rank's, or, where it holds a part, random numbers, of which `Linear.fill` takes that part."""
+    if stored.tensor.shape == stored.shape:
+        return stored.tensor
+    return 0.02 * torch.randn(stored.shape, dtype=stored.tensor.dtype, device=stored.tensor.device)
+
+
 def round_weights(model: nn.Module, quantize: str, but: Linear | None = None, act_order: bool = False) -> None:
     """Stores matrices, all `but` one, in 8 or 4 bits, as quantize does at load a target's, and draft_quantize a head's.
 
@@ -173,7 +180,7 @@ def round_weights(model: nn.Module, quantize: str, but: Linear | None = None, ac
     form = ROUNDED[quantize]
     for matrix in model.modules():
         if isinstance(matrix, Linear) and matrix is not but:
-            numbers = {part: matrix.tensors(part)["weight"].tensor for part in matrix.parts.sizes}
+            numbers = {part: whole_matrix(matrix.tensors(part)["weight"]) for part in matrix.parts.sizes}
             columns, device = next((each.shape[1], each.device) for each in numbers.values())
             order_K = torch.randperm(columns, device=device).int() if act_order else None
             for part, weight in numbers.items():

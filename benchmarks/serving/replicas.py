@@ -84,7 +84,12 @@ def save_llama(folder: Path, config: ModelConfig) -> Path:
 @contextmanager
 def local_ray(cpus: int, gpus: int) -> Iterator[int]:
     """A Ray of this machine alone, whose proxy listens on the port that the block is given."""
-    os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
+    os.environ.update(
+        RAY_USAGE_STATS_ENABLED="0",
+        RAY_raylet_start_wait_time_s="120",
+        RAY_AUTH_MODE="token",
+        RAY_AUTH_TOKEN=secrets.token_hex(32),
+    )
     import ray
     from ray import serve
 
