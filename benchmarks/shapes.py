@@ -117,10 +117,10 @@ SHAPES = {
 
 
 def tiny(shape: Shape) -> Shape:
-    """A small one of the same kind, which 8 ranks can share: with as many key/value heads, and every rule of its experts."""
+    """A small one of the same kind, which 8 ranks can share, with every rule of its experts."""
     own, experts = shape.config, shape.config.experts
     latents = {"latent_rank": 32, "q_rank": 32, "nope_dim": 16, "value_dim": 16} if isinstance(own, LatentConfig) else {}
-    heads = {"num_heads": 16, "num_kv_heads": 16 if latents else own.num_kv_heads // 4 * 4 or 8}
+    heads = {"num_heads": 16, "num_kv_heads": 16 if latents else min(own.num_kv_heads, 4)}
     small = experts and replace(
         experts, count=16, intermediate_size=128, shared_size=128 if experts.shared_size else 0,
         dense_layers=experts.dense_layers & {0},

@@ -53,6 +53,7 @@ from specdec.prompts.tokenizer import Tokenizer
 from specdec.session import Session
 
 DRAFT_VOCAB = 32000
+KEPT = "kv_b_proj"  # a matrix of latent attention that is multiplied head by head, and so not kept in few bits
 TRACED = 10
 
 
@@ -178,9 +179,10 @@ def round_weights(model: nn.Module, quantize: str, but: Linear | None = None, ac
     act_order: with the columns of each matrix in a random order of its own.
     """
     form = ROUNDED[quantize]
-    for matrix in model.modules():
-        if isinstance(matrix, Linear) and matrix is not but:
-            numbers = {part: whole_matrix(matrix.tensors(part)["weight"]) for part in matrix.parts.sizes}
+    for name, matrix in model.named_modules():
+        if isinstance(matrix, Linear) and matrix is not but and not name.endswith(KEPT):
+            parts = [part for part, rows in matrix.parts.sizes.items() if rows]
+            numbers = {part: whole_matrix(matrix.tensors(part)["weight"]) for part in parts}
             columns, device = next((each.shape[1], each.device) for each in numbers.values())
             order_K = torch.randperm(columns, device=device).int() if act_order else None
             for part, weight in numbers.items():

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import secrets
 import socket
 import tempfile
 import time
@@ -84,12 +83,7 @@ def save_llama(folder: Path, config: ModelConfig) -> Path:
 @contextmanager
 def local_ray(cpus: int, gpus: int) -> Iterator[int]:
     """A Ray of this machine alone, whose proxy listens on the port that the block is given."""
-    os.environ.update(
-        RAY_USAGE_STATS_ENABLED="0",
-        RAY_raylet_start_wait_time_s="120",
-        RAY_AUTH_MODE="token",
-        RAY_AUTH_TOKEN=secrets.token_hex(32),
-    )
+    os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_raylet_start_wait_time_s="120")
     import ray
     from ray import serve
 
