@@ -3,6 +3,7 @@
 What torchrun would set in their environment is set here.  This module knows no model.
 """
 
+import gc
 import multiprocessing
 import os
 from collections.abc import Iterator
@@ -44,5 +45,6 @@ def launched_ranks(size: int) -> Iterator[None]:
 
 
 def _serve(place: dict[str, str], rank: int) -> None:
+    gc.freeze()  # what it has of its parent may wait, where it is given back, for threads that were not forked
     os.environ.update(place, RANK=str(rank))
     serve_first_rank(EngineOptions(device="cpu", tensor_parallel_size=int(place["WORLD_SIZE"])))
