@@ -24,9 +24,10 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+from gpus import device_name, this_gpu
 from graph_timing import replay_us
 
-from rounds.round_8b import Case, device_name, make_decoder, measure, show, this_gpu, verdict
+from rounds.round_8b import Case, make_decoder, measure, show, verdict
 from rounds.round_mixture import RandomShape
 from specdec.loading.ranks import Ranks
 from specdec.options import EngineOptions

@@ -25,7 +25,7 @@ from typing import Any
 from urllib.request import Request, urlopen
 
 import torch
-from rounds.round_8b import device_name
+from gpus import device_name
 from safetensors.torch import save_file
 from shapes import SHAPES
 
