@@ -15,6 +15,7 @@ layers.context_round, serving.replicas, scripts/many_ranks --device cuda.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import platform
@@ -171,9 +172,11 @@ class Run:
 
 
 def memory(args: argparse.Namespace) -> int:
-    """Free bytes of a rank."""
+    """Free bytes of a rank, once the model before has gone."""
     if args.device == "cpu":
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // args.ranks
+    gc.collect()
+    torch.cuda.empty_cache()
     return torch.cuda.mem_get_info()[0]
 
 

@@ -83,7 +83,7 @@ def save_llama(folder: Path, config: ModelConfig) -> Path:
 @contextmanager
 def local_ray(cpus: int, gpus: int) -> Iterator[int]:
     """A Ray of this machine alone, whose proxy listens on the port that the block is given."""
-    os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_raylet_start_wait_time_s="120")
+    os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_memory_monitor_refresh_ms="0")
     import ray
     from ray import serve
 
