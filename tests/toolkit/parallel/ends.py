@@ -22,7 +22,7 @@ from toolkit.driver import Driver
 from toolkit.paths import ROOT
 
 WHENS = ("start", "prompt", "round", "first", "interrupt")
-WRITING, PATIENCE = "writing", 240.0  # what the program says when it has begun; seconds for a start of many processes
+WRITING, PATIENCE = "writing", 400.0  # what the program says when it has begun; seconds for a start of many processes
 
 
 class End(NamedTuple):
