@@ -118,7 +118,7 @@ def test_one_room_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
         ("round_8b", "rounds.round_8b"),
         ("caches.round_tp", "rounds.round_tp"),
         ("benchmarks/texts/near_ties.py", "texts.near_ties"),
-        ("serving.clients", "serving.mixed_times"),
+        ("serving.clients", "serving.replicas"),
         ("../examples.start", "rounds.start"),
         ("", "caches.float8_queries"),
     ],
@@ -225,6 +225,7 @@ def test_a_gap_in_a_page_is_seen(tmp_path: Path) -> None:
         "c.json: no file",
         "serving.mixed_load",
         "serving.mixed_times",
+        "serving.replicas",
         "serving.serve_soak",
         "serving.unbounded",
     ]
