@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from engine_internals import caches, num_pages, target_cache, without_prefill
+from gpus import this_gpu
 from torch import Tensor
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder, shipped
@@ -201,7 +202,7 @@ def measure(model: Any, head: Any, kind: str, shape: str, rounds: int) -> dict[s
     row = {
         "kv": kind, "spec": shape, "batch": BATCH, "context": CONTEXT, "ms": median(ms[0] + ms[1]),
         "ms_of_each_half": [median(half) for half in ms], "rounds": 2 * rounds,
-        "limit_ms": 1e3 * limit.total / round_8b.this_gpu().read_bandwidth, "kv_bytes": pool_bytes(decoder),
+        "limit_ms": 1e3 * limit.total / this_gpu().read_bandwidth, "kv_bytes": pool_bytes(decoder),
         "counted_kv_bytes": counted_bytes(decoder, decoder.settings),
         "gpu_ms": split.span, "phases_ms": split.by_phase, "kinds_ms": split.by_kind, "longest": split.longest,
     }  # fmt: skip
@@ -223,7 +224,7 @@ def rounds(count: int, only: str | None) -> dict[str, Any]:
                 torch.cuda.empty_cache()
     return {
         "device": torch.cuda.get_device_name(), "triton": triton.__version__, "weights": "random", "dtype": "bfloat16",
-        "read_bandwidth": round_8b.this_gpu().read_bandwidth, "rows": rows,
+        "read_bandwidth": this_gpu().read_bandwidth, "rows": rows,
     }  # fmt: skip
 
 

@@ -19,6 +19,7 @@ import torch
 from engine_internals import caches, set_rings
 from rounds import round_8b
 from rounds.round_8b import Case
+from shapes import TARGET
 
 from specdec.attention.kinds import FULL, LayerKind
 
@@ -33,8 +34,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=120)
     args = parser.parse_args()
     torch.manual_seed(0)
-    round_8b.TARGET = replace(round_8b.TARGET, layer_kinds=(LayerKind(window=WINDOW), FULL) * 16)
-    model, head = round_8b.random_pair(CONTEXT + 2048, torch.device("cuda", 0))
+    target = replace(TARGET, layer_kinds=(LayerKind(window=WINDOW), FULL) * 16)
+    model, head = round_8b.random_pair(CONTEXT + 2048, torch.device("cuda", 0), target)
     make, rows = round_8b.make_decoder, list[dict[str, Any]]()
     bytes_of: dict[str, int] = {}
 

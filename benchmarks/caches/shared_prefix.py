@@ -26,7 +26,8 @@ from typing import Any
 import torch
 import triton
 from engine_internals import give_copies, is_shared, set_sharing, sharing_difference, take_copies
-from rounds.round_8b import TARGET, random_pair, spec_of
+from rounds.round_8b import random_pair, spec_of
+from shapes import TARGET
 
 from specdec.bench.kernels import trace
 from specdec.bench.profile import Workload

@@ -36,8 +36,8 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from gpus import this_gpu
 from graph_timing import timed
-from rounds.round_8b import this_gpu
 from torch import Tensor
 
 from specdec.attention.caches.heads_cache import MHAView

@@ -1,6 +1,8 @@
 """Milliseconds a round where ranks divide each sequence (decode_context_parallel_size), against ranks that keep whole ones.
 
     python benchmarks layers.context_round --ranks 2 --out benchmarks/layers/results/context_round_2xh200.json
+    python benchmarks layers.context_round --ranks 8 --shapes "128 heads" --out FILE
+    python benchmarks layers.context_round --device cpu --tiny --batch 2 --context 300 --rounds 1     # whether all of it runs
 
 Rounds are those of a decoder, host included: plain steps, and rounds that verify chains of 6 nodes, which the n-gram drafter
 proposes.  Models have random bf16 weights and a few layers of the shapes below, so `ms a layer` is the difference that each
@@ -25,6 +27,7 @@ import torch
 import triton
 from engine_internals import target_cache
 from rounds.round_8b import random_prompts
+from shapes import OF_LAYERS, SHAPES, Shape, tiny
 
 from specdec.config import SamplingParams, SpecConfig
 from specdec.decoder import SpecDecoder
@@ -53,24 +56,27 @@ SPECS = {"plain": None, "5,1,6": SpecConfig(5, 1, 6)}
 
 def latents(heads: int, intermediate: int) -> LatentConfig:
     """A model of DeepSeek V3's sizes, all of whose layers are dense.  heads: of all ranks together."""
-    return LatentConfig(
-        family="deepseek_v3", hidden_size=7168, intermediate_size=intermediate, num_layers=LAYERS, num_heads=heads,
-        num_kv_heads=heads, head_dim=64, vocab_size=129280, rms_norm_eps=1e-6, max_position=163840, latent_rank=512,
-        q_rank=1536, nope_dim=128, value_dim=128,
+    whole = SHAPES["DeepSeek-V3"].config
+    assert isinstance(whole, LatentConfig)
+    return replace(
+        whole, num_layers=LAYERS, num_heads=heads, num_kv_heads=heads, intermediate_size=intermediate, has_experts=False,
+        experts=None, **OF_LAYERS,
     )  # fmt: skip
 
 
-def shapes(ranks: int) -> dict[str, ModelConfig]:
-    """By the heads of one rank."""
+def shapes(ranks: int, tried: bool = False) -> dict[str, ModelConfig]:
+    """By the heads of one rank, or of all.  tried: small ones of the same kinds."""
     one_head = ModelConfig(
         family="llama", hidden_size=4096, intermediate_size=1536 * ranks, num_layers=LAYERS, num_heads=8 * ranks,
         num_kv_heads=1, head_dim=128, vocab_size=151936, rms_norm_eps=1e-6, max_position=163840,
     )  # fmt: skip
-    return {
+    found: dict[str, ModelConfig] = {
         "latents, 64 heads a rank": latents(64 * ranks, 9216 * ranks),
         "latents, 16 heads a rank": latents(16 * ranks, 2304 * ranks),
+        "latents, 128 heads in all": latents(128, 18432),
         "1 kv head, 8 heads a rank": one_head,
     }
+    return {name: tiny(Shape(config)).config for name, config in found.items()} if tried else found
 
 
 class RandomTarget(NamedTuple):
@@ -78,10 +84,11 @@ class RandomTarget(NamedTuple):
 
     shape: str
     options: EngineOptions
+    tried: bool
 
     @property
     def config(self) -> ModelConfig:
-        return shapes(self.options.tensor_parallel_size)[self.shape]
+        return shapes(self.options.tensor_parallel_size, self.tried)[self.shape]
 
     def check(self, size: int) -> None:
         share_of(self.config, Shard(0, size))
@@ -123,7 +130,7 @@ def measure(decoder: SpecDecoder, batch: int, context: int, rounds: int) -> dict
     session, speculates = Session(decoder), decoder.head is not None
     session.on_all_ranks(fill_caches)
     sampling = [SamplingParams(max_tokens=context, ignore_eos=True)] * batch
-    session.submit(random_prompts(batch, 16), sampling, speculate=speculates)
+    session.submit(random_prompts(batch, 16, decoder.model.config.vocab_size), sampling, speculate=speculates)
     while session.num_running < batch:
         session.step()
     session.on_all_ranks(commit, context)
@@ -147,7 +154,7 @@ def shortest(workers: Any) -> int:
 
 def compare(shape: str, ranks: Ranks, options: EngineOptions, args: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each kind of round, of both ways."""
-    wanted, rows = RandomTarget(shape, options), []
+    wanted, rows = RandomTarget(shape, options, args.tiny), []
     model, drafter, _, _ = ranks.load(wanted)
     for name, spec in SPECS.items():
         row: dict[str, Any] = {"shape": shape, "spec": name, "batch": args.batch, "context": args.context, "layers": LAYERS}
@@ -186,15 +193,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--shapes", default="", help="shapes whose name holds this")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="small shapes of the same kinds: to try the script")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     options = EngineOptions(
         device=args.device, dtype="bfloat16", page_size=PAGE, max_batch_size=args.batch, prefix_caching=False,
-        max_seq_len=args.context + 4096, tensor_parallel_size=args.ranks,
+        max_seq_len=args.context + 4096, tensor_parallel_size=args.ranks, threads="auto" if args.device == "cuda" else 1,
     )  # fmt: skip
     ranks, rows = Ranks(options), []
     try:
-        for shape in shapes(args.ranks):
+        for shape in shapes(args.ranks, args.tiny):
             if args.shapes in shape:
                 rows += compare(shape, ranks, options, args)
                 if args.out:

@@ -55,14 +55,14 @@ FORMATS: dict[str, tuple[str, Kind, int]] = {
 }
 
 
-def random_stack(kind: Kind, group: int, count: int, rows: int, columns: int) -> QuantisedStack:
-    qvalues = torch.randint(0, 256, (count * rows, steps_of(columns) * step_bytes(kind)), dtype=torch.uint8, device="cuda")
+def random_stack(kind: Kind, group: int, count: int, rows: int, columns: int, device: str = "cuda") -> QuantisedStack:
+    qvalues = torch.randint(0, 256, (count * rows, steps_of(columns) * step_bytes(kind)), dtype=torch.uint8, device=device)
     if kind == "e4m3":
         qvalues[(qvalues & 127) == 127] = 1
     if kind == "e2m1":
-        scales = torch.randint(116, 122, (count * rows, 4 * steps_of(columns)), dtype=torch.uint8, device="cuda")
+        scales = torch.randint(116, 122, (count * rows, 4 * steps_of(columns)), dtype=torch.uint8, device=device)
     else:
-        scales = (torch.rand(count * rows, columns // group, device="cuda") + 0.5) / (4000 if kind == "e4m3" else 100)
+        scales = (torch.rand(count * rows, columns // group, device=device) + 0.5) / (4000 if kind == "e4m3" else 100)
     return QuantisedStack(kind, count, qvalues, scales, None, columns, group)
 
 

@@ -21,8 +21,9 @@ from unittest.mock import patch
 
 import torch
 import triton
+from shapes import TARGET
 
-from rounds.round_8b import TARGET, prefill_ms, random_pair
+from rounds.round_8b import prefill_ms, random_pair
 from specdec.models.config import ModelConfig
 from specdec.models.kv import cache_layout
 

@@ -18,8 +18,10 @@ from pathlib import Path
 
 import torch
 import triton
+from gpus import this_gpu
+from shapes import TARGET
 
-from rounds.round_8b import TARGET, Case, measure, random_pair, show, this_gpu
+from rounds.round_8b import Case, measure, random_pair, show
 from specdec.draft.mtp.head import MtpHead
 from specdec.draft.mtp.layouts import FAMILIES
 from specdec.draft.mtp.spec import MtpSpec

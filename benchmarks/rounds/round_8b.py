@@ -25,7 +25,9 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-from torch import nn
+from gpus import device_name, this_gpu
+from shapes import TARGET
+from torch import Tensor, nn
 
 from specdec.bench.byte_limit import byte_limit
 from specdec.bench.kernels import trace
@@ -40,8 +42,8 @@ from specdec.loading.ranks import Ranks
 from specdec.loading.resolve import choose_attention, resolve_settings
 from specdec.models.causal_lm import CausalLM, MakeLayer, decoder_layer
 from specdec.models.checkpoints.loader import build
-from specdec.models.config import ModelConfig, RopeConfig
-from specdec.models.linear import Linear
+from specdec.models.config import ModelConfig
+from specdec.models.linear import Linear, Stored
 from specdec.models.schemes.config import ROUNDED
 from specdec.models.schemes.formats import rounded
 from specdec.models.sharding import join, share_of
@@ -51,11 +53,8 @@ from specdec.parallel.shard import Shard
 from specdec.prompts.tokenizer import Tokenizer
 from specdec.session import Session
 
-TARGET = ModelConfig(
-    family="llama", hidden_size=4096, intermediate_size=14336, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128,
-    vocab_size=128256, rms_norm_eps=1e-5, rope=RopeConfig(500000.0, "llama3", 8.0, 1.0, 4.0, 8192), max_position=131072,
-)  # fmt: skip
 DRAFT_VOCAB = 32000
+KEPT = "kv_b_proj"  # a matrix of latent attention that is multiplied head by head, and so not kept in few bits
 TRACED = 10
 
 
@@ -80,38 +79,6 @@ PREFILLS = ((1, 1024), (32, 1024))
 PAUSES = (1, 32)  # batch sizes at which "auto" is compared with plain decoding
 
 
-class GpuFacts(NamedTuple):
-    """What is known of a GPU.  read_bandwidth: bytes per second, measured as the fastest of a few large sums.
-
-    bars: milliseconds that a line, by its case's name or as "prefill:batch:tokens", must stay below.
-    """
-
-    read_bandwidth: float
-    bars: dict[str, float]
-
-
-GPUS = {
-    "H100": GpuFacts(3.06e12, {
-        "plain:1:1024": 5.9, "plain:32:1024": 8.0, "5,1,6:1:1024": 7.4, "5,1,6:8:1024": 8.2, "5,1,6:32:1024": 10.6,
-        "5,8,32:1:1024": 7.8, "7,10,60:1:1024": 8.8, "5,1,6:1:32768": 9.2, "prefill:1:1024": 28.0, "prefill:32:1024": 800.0,
-    }),
-    "H200": GpuFacts(4.48e12, {
-        "plain:1:1024": 3.95, "plain:32:1024": 5.10, "5,1,6:1:1024": 5.00, "5,1,6:8:1024": 5.50,
-        "5,1,6:32:1024": 7.90, "5,8,32:1:1024": 5.00, "5,8,32:8:1024": 7.80, "7,10,60:1:1024": 5.60, "5,1,6:1:32768": 6.20,
-        "prefill:1:1024": 24.0, "prefill:32:1024": 740.0,
-    }),
-}  # fmt: skip
-
-
-def this_gpu() -> GpuFacts:
-    """ValueError on a GPU without bars: give it an entry of its own."""
-    name = torch.cuda.get_device_name()
-    known = next((gpu for short, gpu in GPUS.items() if short in name), None)
-    if known is None:
-        raise ValueError(f"nothing is known of {name}; expected one of {', '.join(GPUS)}, or a new entry in GPUS")
-    return known
-
-
 def random_pair(
     max_positions: int,
     device: torch.device,
@@ -129,23 +96,41 @@ def random_pair(
     no_experts: whether the experts' matrices take no memory yet, because the caller stores them in fewer bits.
     head_layer: the head's layer; left out: one like the target's, without experts.  model_class: the model around the layers.
     """
-    shard, vocab = Shard(group.rank, group.size), min(DRAFT_VOCAB, target.vocab_size)
-    model = build(lambda: model_class(share_of(target, shard), max_positions, make_layer), device, torch.bfloat16, no_experts)
+    shard = Shard(group.rank, group.size)
+    model, head = empty_pair(max_positions, device, target, aux_layers, shard, make_layer, no_experts, head_layer, model_class)
     for matrix in model.modules() if no_experts else ():
         if isinstance(matrix, Linear):
             for part in matrix.parts.sizes:
                 matrix.tensors(part)  # takes its memory
-    layer = head_layer or replace(target, num_layers=1, layer_kinds=(), kv_source=(), experts=None)
-    layer = share_of(layer, shard)
-    shape = HeadSpec(layer, "eagle3", aux_layers, target.hidden_size, vocab)
-    head = build(lambda: Eagle3Head(shape, max_positions), device, torch.bfloat16)
-    head.embed_tokens = model.embed_tokens
     for parameter in dict.fromkeys([*model.parameters(), *head.parameters()]):  # in one order on all ranks
         parameter.normal_(std=0.02) if parameter.dim() > 1 else parameter.fill_(1.0)
+    vocab = head.config.draft_vocab_size
     head.d2t_V = torch.arange(vocab, device=device) * min(3, target.vocab_size // vocab - 1)
     for each in (model, head):
         join(each, group)
     return model, head
+
+
+def empty_pair(
+    max_positions: int, device: torch.device, target: ModelConfig, aux_layers: tuple[int, int, int], shard: Shard,
+    make_layer: MakeLayer, no_experts: bool = False, head_layer: ModelConfig | None = None,
+    model_class: type[CausalLM] = CausalLM,
+) -> tuple[CausalLM, EagleHead]:  # fmt: skip
+    """A rank's share of both models, whose weights hold nothing yet.  The arguments are those of `random_pair`."""
+    vocab = min(DRAFT_VOCAB, target.vocab_size)
+    model = build(lambda: model_class(share_of(target, shard), max_positions, make_layer), device, torch.bfloat16, no_experts)
+    layer = share_of(head_layer or replace(target, num_layers=1, layer_kinds=(), kv_source=(), experts=None), shard)
+    shape = HeadSpec(layer, "eagle3", aux_layers, target.hidden_size, vocab)
+    head = build(lambda: Eagle3Head(shape, max_positions), device, torch.bfloat16)
+    head.embed_tokens = model.embed_tokens
+    return model, head
+
+
+def whole_matrix(stored: Stored) -> Tensor:
+    """A checkpoint's matrix: this rank's, or, where it holds a part, random numbers, of which `Linear.fill` takes that part."""
+    if stored.tensor.shape == stored.shape:
+        return stored.tensor
+    return 0.02 * torch.randn(stored.shape, dtype=stored.tensor.dtype, device=stored.tensor.device)
 
 
 def round_weights(model: nn.Module, quantize: str, but: Linear | None = None, act_order: bool = False) -> None:
@@ -154,9 +139,10 @@ def round_weights(model: nn.Module, quantize: str, but: Linear | None = None, ac
     act_order: with the columns of each matrix in a random order of its own.
     """
     form = ROUNDED[quantize]
-    for matrix in model.modules():
-        if isinstance(matrix, Linear) and matrix is not but:
-            numbers = {part: matrix.tensors(part)["weight"].tensor for part in matrix.parts.sizes}
+    for name, matrix in model.named_modules():
+        if isinstance(matrix, Linear) and matrix is not but and not name.endswith(KEPT):
+            parts = [part for part, rows in matrix.parts.sizes.items() if rows]
+            numbers = {part: whole_matrix(matrix.tensors(part)["weight"]) for part in parts}
             columns, device = next((each.shape[1], each.device) for each in numbers.values())
             order_K = torch.randperm(columns, device=device).int() if act_order else None
             for part, weight in numbers.items():
@@ -193,9 +179,12 @@ def make_decoder(
     deterministic: bool = False,
     ranks: Ranks | None = None,
 ) -> SpecDecoder:
+    """A decoder on the first GPU, or where the model lies if that is the CPU."""
+    device = model.embed_tokens.weight.device.type
+    where: dict[str, Any] = {"device": "cuda:0"} if device == "cuda" else {"device": device, "threads": 1}
     options = EngineOptions(
-        device="cuda:0", dtype="bfloat16", max_batch_size=batch, max_seq_len=context + 1024, cuda_graphs=graphs,
-        attention=attention, deterministic=deterministic,
+        dtype="bfloat16", max_batch_size=batch, max_seq_len=context + 1024, cuda_graphs=graphs, attention=attention,
+        deterministic=deterministic, **where,
     )  # fmt: skip
     settings = resolve_settings(options, spec, model.config)
     settings = replace(settings, attention_backend=choose_attention(settings, model.config, *head.needs.models))
@@ -218,10 +207,12 @@ def measure(
     traced: bool = True,
     deterministic: bool = False,
     ranks: Ranks | None = None,
+    settle: int | None = None,
 ) -> dict[str, Any]:
     """One line: wall, host and GPU milliseconds a round; if traced, by kind of kernel and by phase too.
 
     ranks: those that hold both models, if there are several; the bytes are then those that one of them reads.
+    settle: rounds that are not measured; None: as many as compiling, capturing and "auto" take.
     """
     spec = spec_of(case.spec)
     decoder = make_decoder(model, head, spec, case.batch, case.context, graphs, deterministic=deterministic, ranks=ranks)
@@ -229,8 +220,7 @@ def measure(
     session = Session(decoder)
     prompts = random_prompts(case.batch, case.context, model.config.vocab_size)
     work = Workload(session, prompts, sampling, speculate=spec is not None)
-    settle = 8 if traced else 100  # compiles, captures; "auto" tries other numbers of levels first
-    full_rounds(work, session.step, settle)
+    full_rounds(work, session.step, settle or (8 if traced else 100))
     found = [walls for walls, _ in full_rounds(work, session.timed_step, rounds)]
     chosen = chosen_experts(work, rounds)
     limit = byte_limit(model, head if spec else None, spec, case.batch, case.context, chosen=chosen)
@@ -365,7 +355,7 @@ def main() -> None:
         print(f"generate, {rate['batch']} rows: {rate['tokens_per_s']:.0f} tok/s, after the prompts "
               f"{rate['tokens_per_s_after_prompts']:.0f}", flush=True)  # fmt: skip
     result = {
-        "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
+        "device": device_name(), "torch": torch.__version__, "triton": triton.__version__,
         "python": platform.python_version(), "date": time.strftime("%Y-%m-%d"), "weights": "random", "dtype": "bfloat16",
         "quantize": args.quantize, "draft_quantize": args.draft_quantize, "pack_weights": args.pack_weights,
         "act_order": args.act_order,

@@ -28,8 +28,10 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+from gpus import this_gpu
+from shapes import TARGET
 
-from rounds.round_8b import DRAFT_VOCAB, TARGET, random_prompts, this_gpu
+from rounds.round_8b import DRAFT_VOCAB, random_prompts
 from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
 from specdec.bench.byte_limit import byte_limit

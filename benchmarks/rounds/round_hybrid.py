@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from shapes import ordinary_layer
 from torch import Tensor, nn
 
 from rounds.mtp_8b import facts
@@ -146,11 +147,7 @@ def head_layer(target: ModelConfig) -> ModelConfig | None:
     """The layer of an EAGLE-3 head for a target that has no ordinary layer of its width; None: one like the target's."""
     if target.family not in ("nemotron_h", "kimi_linear", "gemma4_text"):
         return None
-    return ModelConfig(
-        family="llama", hidden_size=target.hidden_size, intermediate_size=4 * target.hidden_size, num_layers=1, num_heads=32,
-        num_kv_heads=8, head_dim=128, vocab_size=target.vocab_size, rms_norm_eps=target.rms_norm_eps,
-        max_position=target.max_position,
-    )  # fmt: skip
+    return ordinary_layer(target)
 
 
 def fill_hybrid(model: nn.Module) -> None:

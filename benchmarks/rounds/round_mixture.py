@@ -17,82 +17,32 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from products.quantised_experts import random_stack
+from shapes import SHAPES, Shape, tiny
 from torch import nn
 
-from rounds.round_8b import Case, measure, prefill_ms, random_pair, round_weights, show, verdict
+from rounds.round_8b import Case, empty_pair, measure, prefill_ms, random_pair, round_weights, show, verdict
 from specdec.config import SpecConfig
 from specdec.loading.pair import Loaded
 from specdec.loading.ranks import Ranks
 from specdec.loading.resolve import resolve_device, resolve_settings
-from specdec.models.causal_lm import MakeLayer, decoder_layer
-from specdec.models.config import ModelConfig, RopeConfig
-from specdec.models.gpt_oss.modules import SinkAttention, gpt_oss_layer
-from specdec.models.latent.attention import LatentLayer
-from specdec.models.latent.config import LatentConfig
+from specdec.models.config import ModelConfig
+from specdec.models.gpt_oss.modules import SinkAttention
 from specdec.models.linear import LinearStack
 from specdec.models.mixtures.dividing import ExpertSharing, ExpertSizes, chosen_by, chosen_of_fullest, summed_bytes
-from specdec.models.mixtures.loader import mixture_layer
 from specdec.models.mixtures.router import Router
-from specdec.models.mixtures.rules import ExpertsConfig
 from specdec.models.schemes.rows import QuantisedRows
 from specdec.models.sharding import share_of, with_sharing
-from specdec.ops.products.experts import SwiGLU
 from specdec.ops.products.formats.quantised import Kind
-from specdec.ops.products.routing import RouterRule
 from specdec.options import EngineOptions
 from specdec.parallel.group import Group
 from specdec.parallel.shard import Shard
 
-MODELS: dict[str, tuple[ModelConfig, MakeLayer]] = {
-    "Qwen3-30B-A3B": (
-        ModelConfig(
-            family="qwen3_moe", hidden_size=2048, intermediate_size=6144, num_layers=48, num_heads=32, num_kv_heads=4,
-            head_dim=128, vocab_size=151936, rms_norm_eps=1e-6, rope=RopeConfig(1e6), max_position=40960, qk_norm=True,
-            has_experts=True, experts=ExpertsConfig(128, 768, RouterRule(8, "softmax", normed=True)),
-        ),
-        mixture_layer,
-    ),
-    "gpt-oss-20b": (
-        ModelConfig(
-            family="gpt_oss", hidden_size=2880, intermediate_size=2880, num_layers=24, num_heads=64, num_kv_heads=8,
-            head_dim=64, vocab_size=201088, rms_norm_eps=1e-5, rope=RopeConfig(150000.0), max_position=131072, qkv_bias=True,
-            o_bias=True, has_sinks=True, has_experts=True,
-            experts=ExpertsConfig(
-                32, 2880, RouterRule(4, "softmax of chosen", biased=True), activation=SwiGLU(1.702, 7.0), biased=True,
-                kept_float32=True,
-            ),
-        ),
-        gpt_oss_layer,
-    ),
-    "GLM-4.7-Flash": (
-        LatentConfig(
-            family="glm4_moe_lite", hidden_size=2048, intermediate_size=10240, num_layers=47, num_heads=20, num_kv_heads=20,
-            head_dim=64, vocab_size=154880, rms_norm_eps=1e-5, rope=RopeConfig(1e6), max_position=202752, latent_rank=512,
-            q_rank=768, nope_dim=192, value_dim=256, has_experts=True,
-            experts=ExpertsConfig(
-                64, 1536, RouterRule(4, "sigmoid", True, groups=1, top_groups=1, group_best=2, normed=True, scaling=1.8),
-                shared_size=1536, dense_layers=frozenset({0}),
-            ),
-        ),
-        LatentLayer,
-    ),
-    "SmolLM2-135M": (
-        ModelConfig(
-            family="llama", hidden_size=576, intermediate_size=1536, num_layers=30, num_heads=9, num_kv_heads=3, head_dim=64,
-            vocab_size=49152, rms_norm_eps=1e-5, rope=RopeConfig(1e5), max_position=8192, tie_embeddings=True,
-        ),
-        decoder_layer,
-    ),
-}  # fmt: skip
-_OSS, _LAYER = MODELS["gpt-oss-20b"]
-assert _OSS.experts is not None
-MODELS["gpt-oss-120b"] = replace(_OSS, num_layers=36, experts=replace(_OSS.experts, count=128)), _LAYER
+MODELS = tuple(name for name in SHAPES if name not in ("8B", "70B"))
 CASES = (
     Case("plain", 1, 1024),
     Case("plain", 8, 1024),
@@ -102,6 +52,7 @@ CASES = (
 )
 CASES_OF = {"GLM-4.7-Flash": CASES[:3], "SmolLM2-135M": (CASES[0], Case("5,4,16", 1, 1024))}  # an EAGLE-3 head has no latents
 FORMATS: dict[str, tuple[Kind, int]] = {"mxfp4": ("e2m1", 32), "fp8": ("e4m3", 128), "int4": ("int4", 128)}
+BITS = {"none": 16.0, "mxfp4": 4.25, "fp8": 8.01, "int4": 4.25}  # of a weight with its share of scales
 BARS = {  # milliseconds that all of a model's layers must stay below on an H200
     ("Qwen3-30B-A3B", "none"): {
         "plain:1:1024": 2.4, "plain:8:1024": 7.4, "plain:32:1024": 15.0, "5,1,6:1:1024": 6.4, "1:1024": 35.0, "32:1024": 400.0,
@@ -124,43 +75,71 @@ def fill_buffers(model: nn.Module) -> None:
 
 
 def store_experts(model: nn.Module, quantize: str) -> None:
-    """Random experts in that format."""
+    """Random experts in that format: this rank's, or its part of each."""
+    kind, group = FORMATS[quantize]
     for stack in model.modules():
         if isinstance(stack, LinearStack) and stack.count:
-            (kind, group), rows, columns = FORMATS[quantize], stack.parts.total, stack.in_features
-            made = random_stack(kind, group, stack.count, rows, columns)
-            scales = torch.ones(rows, -(-columns // group), device=made.scales_RG.device)
-            for part, of in stack.parts.rows.items():  # one matrix says how all are stored
-                qvalues = torch.zeros(of.stop - of.start, columns, dtype=torch.uint8, device=scales.device)
-                stack.fill(0, part, QuantisedRows(kind, qvalues, scales[of], None, group))
+            made = random_stack(kind, group, stack.count, stack.parts.total, stack.in_features, stack.device.type)
+            for part in stack.parts.sizes:  # one matrix says how all are stored
+                rows, columns = stack.shape(part)
+                qvalues = torch.zeros(rows, columns, dtype=torch.uint8, device=stack.device)
+                scales = torch.ones(rows, -(-columns // group), device=stack.device)
+                stack.fill(0, part, QuantisedRows(kind, qvalues, scales, None, group))
             assert stack.quantised is not None
             stack.quantised.qweight_RJ.copy_(made.qweight_RJ)
             stack.quantised.scales_RG.copy_(made.scales_RG)
 
 
-class RandomMixture(NamedTuple):
-    """What every rank makes its share of: so many layers of a model; 0: all.  sharing: how ranks share its experts."""
+class RandomShape(NamedTuple):
+    """What every rank makes its share of: so many layers of a shape; 0: all.  tried: of a small one of that kind.
 
-    model: str
+    sharing: how ranks share its experts.
+    """
+
+    name: str
     layers: int
     sharing: str
     quantize: str
     options: EngineOptions
+    tried: bool = False
 
     @property
-    def config(self) -> ModelConfig:
-        published = MODELS[self.model][0]
-        whole = replace(published, num_layers=self.layers or published.num_layers, layer_kinds=(), kv_source=())
-        return with_sharing(whole, ExpertSharing(self.sharing == "experts", "")) if whole.experts else whole
+    def shape(self) -> Shape:
+        shape = tiny(SHAPES[self.name]) if self.tried else SHAPES[self.name].of_layers(self.layers)
+        return shape._replace(config=with_sharing(shape.config, ExpertSharing(self.sharing == "experts", "")))
 
     def check(self, size: int) -> None:
-        share_of(self.config, Shard(0, size))
+        """ValueError if so many ranks can't share it, scales of groups of columns included."""
+        share, experts = share_of(self.shape.config, Shard(0, size)), self.shape.config.experts
+        group = FORMATS[self.quantize][1] if self.quantize != "none" else 1
+        if experts is not None and share.experts is not None and share.experts.intermediate_size % group:
+            raise ValueError(
+                f"{size} ranks can't share experts of {experts.intermediate_size} columns in {self.quantize}, in groups of "
+                f"{group}, by parts; nearest setting that works: expert_parallel='experts'"
+            )
+
+    def bytes_of_rank(self, size: int) -> tuple[int, int]:
+        """Of a rank's weights as they are stored: (target's layers, all else of target and head).  Nothing is made."""
+        shape, nowhere = self.shape, torch.device("meta")
+        own = shape.config, shape.aux_layers, Shard(0, size), shape.layer
+        model, head = empty_pair(1, nowhere, *own, head_layer=shape.head_layer)
+        experts = {each for part in model.modules() if isinstance(part, LinearStack) for each in part.parameters()}
+        layers = set(model.layers.parameters())
+
+        def bits(parameter: nn.Parameter) -> float:
+            in_few = parameter in experts or (self.quantize != "mxfp4" and parameter in layers and parameter.dim() > 1)
+            return BITS[self.quantize] if in_few else 16
+
+        every = {*model.parameters(), *head.parameters()}
+        of_layers, of_all = (int(sum(each.numel() * bits(each) for each in some) / 8) for some in (layers, every))
+        return of_layers, of_all - of_layers
 
     def load(self, group: Group, options: EngineOptions) -> Loaded:
         torch.manual_seed(0)  # so that what all ranks hold alike is alike
-        device, layer = resolve_device(options.device), MODELS[self.model][1]
-        config, few_bits = self.config, self.quantize != "none"
-        model, head = random_pair(4096, device, config, (0, 1, config.num_layers - 1), group, layer, few_bits)
+        device, shape = resolve_device(options.device), self.shape
+        few_bits = self.quantize != "none"
+        own = shape.config, shape.aux_layers, group, shape.layer, few_bits, shape.head_layer
+        model, head = random_pair(4096, device, *own)
         torch.manual_seed(1)  # routers again: a rank may have drawn more biases
         fill_buffers(model)
         if few_bits:
@@ -187,7 +166,7 @@ def measure_ways(args: argparse.Namespace, ranks: Ranks, options: EngineOptions)
     about = {"model": args.model, "layers": args.layers, "ranks": args.ranks, "quantize": args.quantize}
     bars = BARS.get((args.model, args.quantize), {}) if args.layers == 0 and args.ranks == 1 else {}
     for sharing in args.experts if args.ranks > 1 else ["tensor"]:
-        wanted = RandomMixture(args.model, args.layers, sharing, args.quantize, options)
+        wanted = RandomShape(args.model, args.layers, sharing, args.quantize, options)
         model, head, _, _ = ranks.load(wanted)
         for case in CASES_OF.get(args.model, CASES):
             if args.only and not case.name.startswith(tuple(args.only)):
@@ -201,7 +180,7 @@ def measure_ways(args: argparse.Namespace, ranks: Ranks, options: EngineOptions)
                 print(f"         {row['experts']:.1f} experts a layer on the first rank", flush=True)
             if args.ranks > 1:
                 tokens = case.batch * (1 if case.spec == "plain" else int(case.spec.rpartition(",")[2]))
-                print(f"         {sharing}; expected: {expected(wanted.config, tokens, args.ranks)}", flush=True)
+                print(f"         {sharing}; expected: {expected(wanted.shape.config, tokens, args.ranks)}", flush=True)
             yield row
             torch.cuda.empty_cache()
         for batch, tokens in (map(int, text.split(":")) for text in args.prompts):

@@ -18,18 +18,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from shapes import SHAPES, TARGET
 
-from rounds.round_8b import TARGET, Case, measure, show, spec_of
+from rounds.round_8b import Case, measure, show, spec_of
 from rounds.round_hybrid import QWEN, family_by, fill_hybrid
 from specdec.draft.model.head import SmallModel
 from specdec.models.causal_lm import CausalLM
 from specdec.models.checkpoints.loader import build
-from specdec.models.config import ModelConfig, RopeConfig
+from specdec.models.config import ModelConfig
 
-SMALL = ModelConfig(
-    family="llama", hidden_size=576, intermediate_size=1536, num_layers=30, num_heads=9, num_kv_heads=3, head_dim=64,
-    vocab_size=49152, rms_norm_eps=1e-5, rope=RopeConfig(100000.0), max_position=8192, tie_embeddings=True,
-)  # fmt: skip
+SMALL = SHAPES["SmolLM2-135M"].config
 CASES = (
     Case("5,1,6", 1, 1024), Case("5,1,6", 8, 1024), Case("5,1,6", 32, 1024), Case("5,4,16", 1, 1024), Case("5,8,32", 1, 1024),
 )  # fmt: skip

@@ -52,7 +52,7 @@ async def send(client: Any, work: Work, prompt: list[int], record: Record) -> No
     try:
         stream = await client.completions.create(
             model=work.model, prompt=prompt, max_tokens=work.max_tokens, temperature=0, seed=record.number, stream=True,
-            stream_options={"include_usage": True},
+            stream_options={"include_usage": True}, extra_headers=work.session(record.number),
         )  # fmt: skip
         async for part in stream:
             now = time.monotonic()

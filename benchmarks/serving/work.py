@@ -18,16 +18,27 @@ class Work:
     """All requests have prompts of `prompt_tokens` random ids and ask for `max_tokens` tokens.
 
     model: what the server calls the model.  vocab_size: the target's.
+    groups: of requests whose prompts begin alike, with `shared_tokens` ids; 0: all prompts differ.
     """
 
     model: str
     vocab_size: int
     prompt_tokens: int
     max_tokens: int
+    groups: int = 0
+    shared_tokens: int = 0
 
     def prompt(self, number: int) -> list[int]:
         """Token ids of the prompt of a request; its seed is its number."""
-        return random.Random(number).choices(range(256, self.vocab_size), k=self.prompt_tokens)
+        shared = self._ids(f"group {number % self.groups}", self.shared_tokens) if self.groups else []
+        return shared + self._ids(number, self.prompt_tokens - len(shared))
+
+    def _ids(self, seed: int | str, count: int) -> list[int]:
+        return random.Random(seed).choices(range(min(256, self.vocab_size // 2), self.vocab_size), k=count)
+
+    def session(self, number: int) -> dict[str, str]:
+        """Headers that name a request's group, for a router that has each group answered in one place."""
+        return {"x-session-id": f"group {number % self.groups}"} if self.groups else {}
 
 
 def save_tokenizer(folder: Path, vocab_size: int) -> None:

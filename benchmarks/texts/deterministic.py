@@ -25,7 +25,8 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from engine_internals import replace_drafter
-from rounds.round_8b import TARGET, Case, measure, prefill_ms, random_pair
+from rounds.round_8b import Case, measure, prefill_ms, random_pair
+from shapes import TARGET
 from torch import Tensor
 
 from specdec.attention.kinds import FULL, LayerKind

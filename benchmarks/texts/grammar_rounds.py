@@ -24,7 +24,8 @@ from typing import Any
 
 import torch
 from engine_internals import grammar_rows, hold_looking
-from rounds.round_8b import TARGET, Case, make_decoder, random_pair, random_prompts, spec_of
+from rounds.round_8b import Case, make_decoder, random_pair, random_prompts, spec_of
+from shapes import TARGET
 
 from specdec.bench.profile import Workload, full_rounds
 from specdec.config import GraphMode, SamplingParams

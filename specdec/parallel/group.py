@@ -119,13 +119,20 @@ class GlooGroup(Group):
 
     backend: a process group that is not on torch.distributed's own list, so that a program may have several decoders, and
     groups of its own.
+    at_once: bytes of a gather up to which each rank sends to all others at once.  Gloo's own gather goes around a ring: with
+    eight ranks on two cores it took 2.1 ms of each rank's CPU instead of 0.4.
     """
+
+    at_once = 1 << 19
 
     def __init__(self, backend: Any, rank: int, size: int) -> None:
         self._backend, self.rank, self.size = backend, rank, size
 
     def all_gather(self, x: Tensor) -> Tensor:
         all_N = x.new_empty((self.size, *x.shape))
+        if all_N.nbytes <= self.at_once:
+            self._backend.alltoall_base(all_N, x.expand_as(all_N).contiguous(), [], []).wait()
+            return all_N
         self._backend.allgather([list(all_N.unbind())], [x.contiguous()]).wait()
         return all_N
 

@@ -32,6 +32,9 @@ from specdec.parallel.group import ALONE, GlooGroup, Group
 
 HOST = "127.0.0.1"
 PATIENCE = timedelta(seconds=60)  # that ranks wait for each other when they connect
+# That a rank which is ready waits for the slowest: many that import at once from a slow disk take minutes.  The end of one of
+# them ends the others' waiting at once.
+START_PATIENCE = timedelta(seconds=600)
 END_SECONDS = 5.0  # that a rank is given to leave by itself
 WORD_SECONDS = 3.0  # that the word of a rank's end may take to arrive, once an exchange with it has failed
 SILENCE_SECONDS = 0.3  # that the end of a rank may take to be seen, once another one has told an error
@@ -52,7 +55,14 @@ class Rendezvous(NamedTuple):
     store: dist.Store
 
     def join(self, device: torch.device) -> Group:
-        """Connects to the other ranks, which do the same: through GPUs' memory and NCCL if they have one each, else gloo."""
+        """Connects to the other ranks, which do the same: through GPUs' memory and NCCL if they have one each, else gloo.
+
+        The first rank calls it when all of them are ready.
+        """
+        if self.rank == 0:
+            self.store.set("all are here", "")
+        else:
+            self.store.wait(["all are here"], START_PATIENCE)
         if device.type == "cpu":
             return GlooGroup(dist.ProcessGroupGloo(self.store, self.rank, self.size, PATIENCE), self.rank, self.size)
         from specdec.parallel.nccl import NcclGroup, new_name
@@ -265,7 +275,8 @@ class OtherRanks:
             return ""
         process = self._processes[rank - 1]
         process.join(1.0)
-        hint = "; a script that starts ranks must do so below `if __name__ == '__main__':`" if not self._words else ""
+        unguarded = process.exitcode == 1 and not self._words  # as Python's own refusal of a start within a start
+        hint = "; a script that starts ranks must do so below `if __name__ == '__main__':`" if unguarded else ""
         return f", with exit code {process.exitcode}{hint}"
 
     def _end_all(self, seconds: float = END_SECONDS) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -12,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from toolkit.parallel.forked import launched_ranks
 from toolkit.paths import ROOT
 
 BENCHMARKS = ROOT / "benchmarks"
@@ -116,7 +118,7 @@ def test_one_room_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
         ("round_8b", "rounds.round_8b"),
         ("caches.round_tp", "rounds.round_tp"),
         ("benchmarks/texts/near_ties.py", "texts.near_ties"),
-        ("serving.clients", "serving.mixed_times"),
+        ("serving.clients", "serving.replicas"),
         ("../examples.start", "rounds.start"),
         ("", "caches.float8_queries"),
     ],
@@ -153,6 +155,23 @@ def test_a_wrong_value_is_one_line(
     last = told.err.splitlines()[-1]
     assert (code, told.out) == (2, "") and last.startswith(f"python benchmarks {arguments[0]}: error: "), told.err
     assert said in last and "Traceback" not in told.err
+
+
+@pytest.mark.slow_cases(keep=0)
+@pytest.mark.parametrize("shape", ["8B", "Qwen3-235B-A22B-fp8"])
+def test_rounds_of_several_ranks_are_measured(shape: str, as_command, tmp_path: Path) -> None:
+    """Small shapes on processes of a CPU.  Keeps out: a command that fails at its end, after minutes on borrowed GPUs; a line
+    that was left out without a word."""
+    out, options = tmp_path / "found.json", "--ranks 2 --device cpu --tiny --rounds 1 --shape".split()
+    with launched_ranks(2):
+        assert door.main(["rounds.round_tp", *options, shape, "--out", str(out)]) is None
+    found = json.loads(out.read_text())
+    assert {row["spec"] for row in found["rows"]} == {"plain", "5,1,6", "5,8,32"}
+    assert all(row["ms"] > 0 for row in found["rows"])
+    assert [each["rows"] for each in found["sums"][:2]] == [1, 6]
+    assert bool(found["left_out"]) == (shape != "8B")
+    for each in found["left_out"]:
+        assert each["what"].endswith(", tensor") and "nearest setting that works: expert_parallel='experts'" in each["why"]
 
 
 def test_a_fault_of_a_script_keeps_its_traceback(as_command, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,6 +225,7 @@ def test_a_gap_in_a_page_is_seen(tmp_path: Path) -> None:
         "c.json: no file",
         "serving.mixed_load",
         "serving.mixed_times",
+        "serving.replicas",
         "serving.serve_soak",
         "serving.unbounded",
     ]

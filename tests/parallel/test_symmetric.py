@@ -100,7 +100,8 @@ def many_calls(group: SymmetricGroup) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.slow_cases(keep=2)
+@pytest.mark.parametrize("ranks", range(2, 9))
 def test_kernels_exchange_what_the_definition_says(ranks: int) -> None:
     """Keeps out: a sum in the order of arrival, a row in another's place, a column of padding, calls that meet each other."""
     assert on_processes(ranks, many_calls, row_bytes=1024, channels=2) == [[]] * ranks
@@ -150,6 +151,19 @@ def test_rows_beyond_the_inbox_go_in_several_exchanges() -> None:
     assert on_processes(2, rows_beyond_the_inbox, row_bytes=32, channels=4) == [True, True]
 
 
+@pytest.mark.parametrize("ranks", range(2, 9))
+def test_an_inbox_has_room_for_all_senders(ranks: int) -> None:
+    """Keeps out: rows that begin at no multiple of 16 bytes, or reach into another sender's, with a number of ranks that is no
+    power of two; an inbox that takes a GPU's memory."""
+    layout = inbox.Layout(ranks)
+    assert layout.rows_at % 16 == layout.area % 16 == layout.marks_at % 4 == 0
+    for row_bytes in (16, 5760, 8192, 16384, layout.row_bytes):
+        assert 1 <= layout.slots(row_bytes) <= inbox.MARKS and layout.slots(row_bytes) * row_bytes <= layout.area
+        assert row_bytes // 4 <= layout.capacity, "a row that travels as messages"
+    areas = layout.channels * 2 * (ranks - 1)
+    assert layout.num_bytes == areas * (8 * layout.capacity + layout.area + 4 * inbox.MARKS) < 192 << 20
+
+
 def several_blocks(group: SymmetricGroup) -> list[bool]:
     """Of gathers and all-to-alls whose channels have one block, some of two, and all of two."""
     right = []
@@ -184,7 +198,13 @@ def states_of_all(group: SymmetricGroup, T: int, H: int, E: int, dtype: torch.dt
     return [heads, torch.equal(got.out_THD, want.out_THD), torch.equal(got.lse_TH, want.lse_TH)]
 
 
-@pytest.mark.parametrize(("ranks", "T", "H", "E", "dtype"), [(2, 5, 3, 16, torch.float16), (3, 2, 3, 4, torch.float32)])
+@pytest.mark.slow_cases(keep=2)
+@pytest.mark.parametrize(
+    ("ranks", "T", "H", "E", "dtype"),
+    [
+        (2, 5, 3, 16, torch.float16), (3, 2, 3, 4, torch.float32), (5, 2, 2, 8, torch.float16), (8, 2, 1, 8, torch.float16),
+    ],
+)  # fmt: skip
 def test_states_are_exchanged_and_merged_in_one_launch(ranks: int, T: int, H: int, E: int, dtype: torch.dtype) -> None:
     """Keeps out: a row in another's place, an lse of another row, NaN of a rank without a key, another order of ranks."""
     found = on_processes(ranks, lambda group: states_of_all(group, T, H, E, dtype), row_bytes=1024, channels=2)

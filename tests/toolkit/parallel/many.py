@@ -1,10 +1,10 @@
 """Pairs that up to 8 ranks can share, and what `scripts/many_ranks` asks of them: every native family, and every feature.
 
-Tiny random models with as many heads, and widths that divide as evenly, as it takes.
+Tiny random models with as many heads, and widths that divide as evenly, as it takes.  EIGHT is what the suite asks of 8 ranks.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +16,9 @@ from toolkit.deepseek import save_deepseek, save_sparse
 from toolkit.heads.block_zoo import save_block_head
 from toolkit.models import HEADS, ragged_prompts, save_target
 from toolkit.mtp_layers.targets import save_mtp_target
+from toolkit.recurrent.mamba_targets import tiny_mamba
+from toolkit.recurrent.more_targets import KIMI, save_more
+from toolkit.recurrent.targets import tiny_hybrid
 
 TREE, CHAIN = SpecConfig(num_steps=3, topk=3, num_draft_tokens=8), SpecConfig(num_steps=3, topk=1, num_draft_tokens=4)
 PAGE = 4
@@ -84,11 +87,18 @@ def _mixture(name: str, **changes: Any) -> Pair:
     return Pair(name, partial(save_mixture, name=name, **{"num_attention_heads": 8, **changes}))
 
 
+def _hybrid(name: str, save: Callable[..., Path], **changes: Any) -> Pair:
+    return Pair(name, partial(save, family=name, **{"num_attention_heads": 8, **changes}))
+
+
 LATENT: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 8}
 WIDE = {"head_dim": 128, "intermediate_size": 1024}  # whole groups of 128 columns for 8 ranks
 QWEN3 = Pair("qwen3", _plain("qwen3"), divides=2)
 V3 = Pair("v3", partial(save_deepseek, name="v3", **LATENT), divides=1)
 V32 = Pair("v32", partial(save_sparse, name="v32", **LATENT))
+DELTA = {"linear_num_key_heads": 8, "linear_num_value_heads": 16, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+QWEN3_NEXT = _hybrid("qwen3_next", tiny_hybrid, **DELTA)
+MIXTURE = _mixture("qwen3-moe")
 GPT_OSS = Pair("gpt-oss", _gpt_oss)
 FAMILIES = (
     Pair("llama", _plain("llama", num_key_value_heads=8, head_dim=8)),
@@ -107,13 +117,23 @@ FAMILIES = (
     Pair("glm", partial(save_sparse, name="glm", **LATENT)),
     Pair("glm-shared", partial(save_sparse, name="glm-shared", **LATENT)),
     Pair("glm4-lite", partial(save_deepseek, name="glm4-lite", **LATENT)),
-    _mixture("qwen3-moe"),
+    MIXTURE,
     _mixture("qwen2-moe", shared_expert_intermediate_size=40),
     _mixture("mixtral-window"),
     _mixture("glm4-moe-biased"),
     _mixture("ernie"),
     _mixture("hy3-biased"),
     _mixture("dots1"),
+    QWEN3_NEXT,
+    _hybrid("qwen3_5_text", tiny_hybrid, **DELTA),
+    _hybrid("nemotron_h", tiny_mamba, mamba_num_heads=16, n_groups=8, mamba_head_dim=16, ssm_state_size=16),
+    _hybrid("lfm2", save_more),
+    _hybrid(
+        "kimi_linear",
+        save_more,
+        num_key_value_heads=8,
+        linear_attn_config=KIMI["linear_attn_config"] | {"num_heads": 8, "head_dim": 16},
+    ),
 )
 
 
@@ -157,4 +177,31 @@ FEATURES = (
         PairFeature("one pass", _block(name))
         for name in ("p-eagle", "dflash", "dflash-pruned", "dflash2", "dspark", "dspark-rnn")
     ),
+)
+
+
+def _eight(name: str, pair: Pair, spec: SpecConfig = TREE, **options: Any) -> PairFeature:
+    """Few tokens: exchanges of eight processes take milliseconds on two cores."""
+    return PairFeature(name, pair, spec, [replace(each, max_tokens=6) for each in SAMPLINGS[1:3]], options, IDS[2:4])
+
+
+def _divided(sharers: int) -> dict[str, Any]:
+    return {"decode_context_parallel_size": sharers, "context_interleave": 2, "prefix_caching": True}
+
+
+KEPT, WHOLE = {"prefix_caching": True}, {"expert_parallel": "experts"}
+_TEN = _mixture("mixtral-window", num_local_experts=10, num_attention_heads=16, num_key_value_heads=2)
+# The last three of 8 ranks hold none of 10 experts; the last two no token of a vocabulary of 41.  The first COMMON cases are of
+# what most people run: the suite asks more of them.
+COMMON = 4
+EIGHT = (
+    _eight("whole experts", MIXTURE, **WHOLE, **KEPT),
+    _eight("a hybrid, states kept", QWEN3_NEXT, **KEPT),
+    _eight("latents, divided by 8", V3, **_divided(8)),
+    _eight("fewer key/value heads than ranks, divided by 4", QWEN3, **_divided(4)),
+    _eight("whole experts, of which some ranks hold none", _TEN, CHAIN, **WHOLE),
+    _eight("a hybrid of Mamba layers", FAMILIES[-3], CHAIN),
+    _eight("latents and states", FAMILIES[-1], **KEPT),
+    _eight("windows and whole experts, divided by 2", GPT_OSS, CHAIN, **_divided(2), **WHOLE),
+    _eight("an odd vocabulary", Pair("llama-odd", _plain("llama", vocab_size=41)), **KEPT),
 )
