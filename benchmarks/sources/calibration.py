@@ -31,7 +31,8 @@ from specdec.batch.tree import DraftTree
 from specdec.draft.join import survival
 from specdec.draft.join.join import joined_tree
 from specdec.draft.join.paths import Paths, end_paths
-from specdec.draft.join.survival import CHAIN, FIRST_DEPTHS, SUPPORTS, PathClass, Survival, halved
+from specdec.draft.join.source import PathSource
+from specdec.draft.join.survival import CHAIN, FIRST_DEPTHS, PathClass, Survival, halved
 from specdec.draft.ngram.lookup import PagedTexts
 from specdec.draft.ngram.source import OwnText
 from specdec.draft.ngram.source import fill_paths as fill_own
@@ -42,9 +43,16 @@ from specdec.draft.tree.build_tree import best_nodes
 from specdec.draft.tree.expand import Candidates
 
 CPU = torch.device("cpu")
-SOURCES = {"head": (), "text": (OwnText,), "text, prediction": (OwnText, Predicted)}
+LATEST = "text, latest"  # matches as if no text followed any place, so that later ones are better
+SOURCES: dict[str, tuple[type[PathSource], ...]] = {
+    "head": (),
+    LATEST: (OwnText,),
+    "text": (OwnText,),
+    "text, prediction": (OwnText, Predicted),
+}
 STEPS, TOPK, HEAD_NODES = 5, 4, 16  # the head's tree
 SURE, RANKS = (2.0, 0.7), (0.55, 0.25, 0.12)  # how its first choices differ; what each other one takes of the rest
+LIKELY = 0.3  # how often it proposes what followed its last token before, if that is wrong: as two real heads do
 NAMES = ("amount", "current_value", "items", "lookup", "buffer", "entry", "position", "chosen_index", "matrix", "left_side")
 KEYWORDS = "self return import from while print none true false else elif with raise yield float doctest testmod range list"
 
@@ -86,6 +94,15 @@ class Replay:
         self.sure_BX = true.sample((rows, longest)).clamp(0.02, 0.98)
         self.off_BXK = off.sample((rows, longest, TOPK)).clamp(0.02, 0.98)
         self.luck_BX = torch.rand(rows, longest)
+        self.likely_BX = torch.full_like(self.ids_BX, -1)  # what followed the token before where it stood last, now and then
+        for row, size in enumerate(self.sizes_B.tolist()):
+            followed, ids = dict[int, int](), self.ids_BX[row, :size].tolist()
+            for place in range(1, size):
+                if (likely := followed.get(ids[place - 1], ids[place])) != ids[place] and self.luck_BX[
+                    row, place
+                ] % 0.01 < 0.01 * LIKELY:
+                    self.likely_BX[row, place] = likely
+                followed[ids[place - 1]] = ids[place]
 
     def head(self, lens_B: Tensor) -> DraftTree:
         """What the head drafts after so many tokens of each text."""
@@ -101,6 +118,9 @@ class Replay:
             is_next_BKK = is_true_BK[..., None] & (ranks_K == rank_BK[..., None])
             wrong_KK = 10**6 + 100 * level + TOPK * torch.arange(K)[:, None] + ranks_K  # no token of a text
             tokens_BKK = torch.where(is_next_BKK, self.ids_BX[rows_B, at_B][:, None, None], wrong_KK)
+            likely_B11 = self.likely_BX[rows_B, at_B][:, None, None]
+            is_likely_BKK = is_true_BK[..., None] & (ranks_K == (rank_BK == 0)[..., None]) & (likely_B11 >= 0)
+            tokens_BKK = torch.where(is_likely_BKK, likely_B11, tokens_BKK)
             sums_BX = (scores_BK[..., None] + rates_BKK.log()).flatten(1)
             levels.append((tokens_BKK.flatten(1), sums_BX, above_BK.repeat_interleave(TOPK, dim=1)))
             best = sums_BX.topk(TOPK, dim=1)
@@ -135,8 +155,9 @@ class Outcome(NamedTuple):
     counts_CLKG2: Tensor
 
 
-def replayed(replay: Replay, sources: tuple[Any, ...], nodes: int) -> Outcome:
+def replayed(replay: Replay, way: str, nodes: int) -> Outcome:
     """All texts of a replay side by side, as rows of a batch."""
+    sources = SOURCES[way]
     depth, rows = nodes - 1, len(replay.texts)
     classes, kinds, bits = list[PathClass](), list[int](), list[int]()
     for number, source in enumerate(sources):
@@ -153,6 +174,7 @@ def replayed(replay: Replay, sources: tuple[Any, ...], nodes: int) -> Outcome:
         tree = replay.head(at_B)
         best_B, next_BD = replay.accepted(tree, at_B), replay.ids_BX.gather(1, at_B[:, None] + torch.arange(depth + 1))
         if sources:
+            back_B *= way != LATEST
             fill_own(PagedTexts(replay.ids_BX.flatten(), pages, at_B.int(), None), back_B, depth, paths.of_source(0, 2))
             if predicted is not None:
                 fill_predicted(predicted, depth, paths.of_source(2, 2))
@@ -271,19 +293,27 @@ def fitted(counts: list[Tensor], classes: tuple[PathClass, ...], rounds: int = 6
     return {
         "first": [[round(rate, 2) for rate in rates] for rates in first_CL.sigmoid().tolist()],
         "missing": [round(each, 2) for each in (missing_K - missing_K[0]).exp().tolist()],
-        "parting": round(float(parting.sigmoid()), 2),
-        "loss": round(float(loss), 5),
+        "parting": round(parting.sigmoid().item(), 2),
+        "loss": round(loss.item(), 5),
     }
 
 
-def rates_of(outcomes: list[Outcome], source: int) -> dict[str, float]:
+def rates_of(outcome: Outcome, source: int) -> dict[str, float]:
     """Of the best path of a source: how often its first token is right, and its next ones where those before were."""
-    shares = list[tuple[float, float]]()
-    for outcome in outcomes:
-        right = outcome.of_paths[source]
-        reached = [sum(right[depth:]) for depth in range(len(right))]
-        shares.append((reached[1] / max(1, reached[0]), sum(reached[2:9]) / max(1, sum(reached[1:8]))))
-    return {name: round(sum(each) / len(shares), 2) for name, each in zip(("first", "next"), zip(*shares, strict=True), strict=True)}
+    right = outcome.of_paths[source]
+    reached = [sum(right[depth:]) for depth in range(len(right))]
+    first, later = reached[1] / max(1, reached[0]), sum(reached[2:9]) / max(1, sum(reached[1:8]))
+    return {"first": round(first, 2), "next": round(later, 2)}
+
+
+def held_out(texts: list[Known], way: str, nodes: int) -> tuple[dict[str, Any], list[list[float]]]:
+    """Tokens of a round over these texts, eight at a time, each time with estimates that nothing was seen for; and the bins."""
+    parts = [replayed(Replay(texts[first : first + 8], first), way, nodes) for first in range(0, len(texts), 8)]
+    rounds, bins = sum(part.rounds for part in parts), torch.stack([part.bins for part in parts]).sum(0)
+    tokens = sum(part.tokens * part.rounds for part in parts) / rounds
+    possible = sum(part.possible * part.rounds for part in parts) / rounds
+    row = {"sources": way, "nodes": nodes, "tokens": round(tokens, 3), "possible": round(possible, 3), "rounds": rounds}
+    return row, [[round(number, 1) for number in line] for line in bins.tolist()]
 
 
 def main() -> None:
@@ -298,28 +328,23 @@ def main() -> None:
     from specdec.models.gguf.tokenizer import gguf_tokenizer
 
     kinds = texts_of(args.texts, gguf_tokenizer(args.tokenizer), 2 * args.count, seed=0)
-    found: dict[str, Any] = {"count": args.count, "rounds": [], "bins": {}}
-    seen: dict[str, list[Outcome]] = {name: [] for name in SOURCES}
+    found: dict[str, Any] = {"count": args.count, "rounds": [], "bins": {}, "path_rates": {}}
+    seen: dict[str, list[Outcome]] = {way: [] for way in SOURCES}
     for kind, texts in kinds.items():
-        for name, sources in SOURCES.items():
+        for way, sources in SOURCES.items():
             if Predicted in sources and not texts[0].prediction:
                 continue
             if sources:
-                seen[name].append(replayed(Replay(texts[: args.count], 1), sources, 16))
+                seen[way].append(replayed(Replay(texts[: args.count], 1), way, 16))
+                found["path_rates"][f"{kind}; {way}"] = rates_of(seen[way][-1], len(sources) - 1)
             for nodes in map(int, args.nodes.split(",")):
-                parts = [replayed(Replay(texts[first : first + 8], first), sources, nodes) for first in range(args.count, 2 * args.count, 8)]
-                rounds = sum(part.rounds for part in parts)
-                tokens, possible = (sum(getattr(part, each) * part.rounds for part in parts) / rounds for each in ("tokens", "possible"))
-                row = {"kind": kind, "sources": name, "nodes": nodes, "tokens": round(tokens, 3), "possible": round(possible, 3)}
-                found["rounds"].append(row)
-                print(row, flush=True)
+                row, bins = held_out(texts[args.count :], way, nodes)
+                found["rounds"].append({"kind": kind, **row})
+                print(kind, row, flush=True)
                 if sources:
-                    bins = sum(part.bins for part in parts)
-                    found["bins"][f"{kind}; {name}; {nodes}"] = [[round(each, 1) for each in line] for line in bins.tolist()]
+                    found["bins"][f"{kind}; {way}; {nodes}"] = bins
     found["own"] = fitted([each.counts_CLKG2[:2] for each in seen["text"]], tuple(OwnText.classes))
     found["predicted"] = fitted([each.counts_CLKG2[2:4] for each in seen["text, prediction"]], tuple(Predicted.classes))
-    found["supports"] = SUPPORTS
-    found["path_rates"] = {"own": rates_of(seen["text"], 0), "predicted": rates_of(seen["text, prediction"], 1)}
     for name in ("own", "predicted", "path_rates"):
         print(name, found[name])
     if args.out:

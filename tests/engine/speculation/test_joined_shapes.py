@@ -105,4 +105,4 @@ def test_rates_are_those_of_paths() -> None:
     assert [matched(bits) for bits in ([], [1], [2, 3], [6, 2, 1, 2], [0, 2])] == [0, 0, 2, 2, 0]
     acceptance = Acceptance(10, depths=15)
     alone, deeper = acceptance.accept_lengths([SpecConfig(3, 1), SpecConfig(3, 1, 4, 3)])
-    assert alone < deeper < alone + 0.3
+    assert alone < deeper < alone + 0.35
