@@ -173,10 +173,12 @@ class Costs:
 
     def _guess(self, shape: Shape) -> float:
         """Seconds of a shape of which nothing is known."""
-        if self.like is not None and (self.like.is_told(shape) or len(self._measured) == 1):  # which shows no slope
+        if self.like is not None and (self.like.is_told(shape) or len(self._measured) < 2):  # which shows no slope
             both = [other for other in self._measured if self.like.is_told(other)]
             if both:
                 return self.like.of(shape) * sum(map(self.of, both)) / sum(map(self.like.of, both))
+            if not self._measured:
+                return self.like.of(shape)
         levels, nodes = _work(shape)
         return self._chain(levels) + max(0, nodes - levels - 1) * self._node()
 
