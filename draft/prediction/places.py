@@ -66,7 +66,7 @@ def fill_paths(rows: PredictionRows, depth: int, out: Paths) -> None:
     rows.found_R.copy_(torch.where(lengths_B2[:, 0] >= LEAST, first_B, at_B))
     out.lengths_BP.copy_(lengths_B2)
     is_in_step_B2 = (torch.stack((first_B, second_B), dim=1) == at_B[:, None]) & (key_B2 >= 0)
-    out.support_BP.copy_(torch.where(is_in_step_B2, IN_STEP, ONCE))
+    out.support_BP.copy_(ONCE + (IN_STEP - ONCE) * is_in_step_B2.long())
     out.tokens_BPD.fill_(-1)
     positions_BPD = torch.stack((first_B, second_B), dim=1)[..., None] + arange(depth, at_B.device)
     is_there_BPD = (positions_BPD < sizes_B[:, None, None]) & (key_B2 >= 0)[..., None]
