@@ -1,7 +1,7 @@
 """Matches in each row's own text as a source of paths: what followed the text's last tokens where they stood before.
 
-The text is kept by slot, in the target's pages; a row keeps the place that its text followed last.  On a CPU the definition here
-runs; on a GPU two launches do, of the search for places and of paths_triton.py.
+The text is kept by slot, in the target's pages; a row keeps the place that its text followed last.  On a CPU the definition
+here runs; on a GPU two launches do, of the search for places and of paths_triton.py.
 
 Shapes: B rows, P = 2 paths, D tokens of a path, M matches, T tokens of ragged prompts, E emitted tokens of a row with padding.
 """

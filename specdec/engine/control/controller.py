@@ -284,9 +284,9 @@ class Controller:
         """The shapes to run because too little is known of costs; none if enough is.
 
         Where a shape can't be tried on the side, its first rounds cost what they cost.  So no levels run first, then the shape
-        of the least work until it has been measured or seems worth nothing; what others cost is guessed from these.  A size that
-        begins with what another one says runs the best shape there, from which it is told how all costs differ: a round of no
-        levels only to be measured would emit a tenth of what one with a prediction does, at every size that a batch passes.
+        of the least work until it has been measured or seems worth nothing; what others cost is guessed from these.  A size
+        that begins with what another one says runs the best shape there, which tells how all costs differ: a round of no levels
+        only to be measured would emit a tenth of what one with a prediction does, at every size that a batch passes.
         """
         book = self._book(size)
         if self.tries:  # what was tried is read a round late
