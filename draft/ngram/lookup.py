@@ -89,9 +89,16 @@ def matches_of(best_BM: Tensor, at_B: Tensor) -> Matches:
 def match_keys(text: PagedTexts, back_B: Tensor) -> Tensor:
     """[B, W] int64: for the place that ends at each position, length << SHIFT | nearness; -1 where there is no place."""
     W, device = text.pages.capacity, text.lens_B.device
-    positions_W, first_B1, last_B1 = arange(W, device), first_entries(text), text.lens_B.long()[:, None] - 1
-    is_place_BW = (positions_W >= first_B1) & (positions_W < last_B1)
-    length_BW = match_lengths(text, positions_W.expand_as(is_place_BW))
+    positions_W, lens_B1, first_B1 = arange(W, device), text.lens_B.long()[:, None], first_entries(text)
+    entries_BW = text.at(positions_W.expand(lens_B1.shape[0], W))
+    is_place_BW = (positions_W >= first_B1) & (positions_W < lens_B1 - 1)
+    equal_BW, length_BW = is_place_BW, torch.zeros_like(entries_BW)
+    for back in range(MAX_MATCH):
+        last_B1 = entries_BW.gather(1, (lens_B1 - 1 - back).clamp(min=0))
+        before_BW = positions_W - back
+        entry_BW = entries_BW.gather(1, before_BW.clamp(min=0).expand_as(entries_BW))
+        equal_BW = equal_BW & (before_BW >= first_B1) & (entry_BW == last_B1)
+        length_BW = length_BW + equal_BW
     near_BW = nearness(positions_W - in_step(text, back_B)[:, None])
     return torch.where(is_place_BW, length_BW << SHIFT | near_BW, -1)
 
@@ -102,16 +109,12 @@ def first_entries(text: PagedTexts) -> Tensor:
     return torch.zeros_like(lens_B1) if text.span is None else (lens_B1 - text.span).clamp(min=0)
 
 
-def match_lengths(text: PagedTexts, ends_BX: Tensor) -> Tensor:
-    """[B, X] int64: how many entries up to each of these (int64, any number) equal the text's last ones."""
-    first_B1, last_B1 = first_entries(text), text.lens_B.long()[:, None] - 1
-    equal_BX, length_BX = ends_BX < last_B1, torch.zeros_like(ends_BX)
-    for back in range(MAX_MATCH):
-        before_BX = ends_BX - back
-        is_equal_BX = text.at(before_BX.clamp(min=0)) == text.at((last_B1 - back).clamp(min=0))
-        equal_BX = equal_BX & (before_BX >= first_B1) & is_equal_BX
-        length_BX = length_BX + equal_BX
-    return length_BX
+def match_lengths(text: PagedTexts, ends_B: Tensor) -> Tensor:
+    """[B] int64: how many entries up to one place of each text (int64) equal the text's last ones."""
+    back_Q = arange(MAX_MATCH, ends_B.device)
+    here_BQ, last_BQ = (at_B[:, None] - back_Q for at_B in (ends_B, text.lens_B.long() - 1))
+    is_equal_BQ = text.at(here_BQ.clamp(min=0)) == text.at(last_BQ.clamp(min=0))
+    return (is_equal_BQ & (here_BQ >= first_entries(text))).long().cumprod(-1).sum(-1)
 
 
 def continuations(text: PagedTexts, matches: Matches, steps: int) -> Tensor:

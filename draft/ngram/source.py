@@ -138,7 +138,7 @@ def paths_of(text: PagedTexts, keys_BM: Tensor, back_B: Tensor, depth: int, out:
     follows_B = (back_B > 0) & (at_B >= first_entries(text)[:, 0])
     is_second_B = follows_B & (at_B != ends_BP[:, 0])
     ends_BP[:, 1] = torch.where(is_second_B, at_B, ends_BP[:, 1])
-    lengths_BP[:, 1] = torch.where(is_second_B, match_lengths(text, at_B[:, None])[:, 0], lengths_BP[:, 1])
+    lengths_BP[:, 1] = torch.where(is_second_B, match_lengths(text, at_B), lengths_BP[:, 1])
     is_found_BP[:, 1] |= is_second_B
     support_BP = torch.where(follows_B[:, None] & (ends_BP == at_B[:, None]), IN_STEP, support_BP)
     out.tokens_BPD.fill_(-1)
