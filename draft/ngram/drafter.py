@@ -71,7 +71,7 @@ class NgramDrafter(Drafter):
 
     def draft(self, state: BatchState, spec: SpecConfig, needs: Needs) -> DraftTree:
         text = self.text(state)
-        matches = find_matches(text, num_continuations(spec))
+        matches = find_matches(text, self.finder.rows.narrow(state.rows).back_R, num_continuations(spec))
         tokens_BMS, lengths_BM = continuations(text, matches, spec.max_steps), matches.lengths_BM.clamp(min=0)
         return _tree_of(state, spec, tokens_BMS, lengths_BM)
 

@@ -16,15 +16,13 @@ import torch
 from torch import Tensor
 
 from specdec.draft.join.paths import Paths
-from specdec.draft.join.survival import ALL, ONCE
-from specdec.draft.ngram.lookup import MAX_MATCH
+from specdec.draft.join.survival import IN_STEP, ONCE
+from specdec.draft.ngram.lookup import MAX_MATCH, SHIFT, nearness
 from specdec.ops.index import arange, use_index_kernels
 
 if TYPE_CHECKING:
     from specdec.draft.prediction.source import PredictionRows
 
-SHIFT = 32  # a match's length stands above its nearness in one number, so that one search finds the best place
-FAR = 2**30  # more than any distance
 LEAST = 2  # threshold: the answer is taken to be at a match of so many tokens; at a shorter one it may be by chance
 
 
@@ -43,13 +41,12 @@ def place_keys(rows: PredictionRows) -> Tensor:
         equal_BX = equal_BX & (id_BX == rows.recent_RM[:, -back, None])
         length_BX = length_BX + equal_BX
     apart_BX = places_X - rows.at_R[:, None]
-    near_BX = FAR - 2 * apart_BX.abs() + (apart_BX > 0)
-    return torch.where(places_X < rows.sizes_R[:, None], length_BX << SHIFT | near_BX, -1)
+    return torch.where(places_X < rows.sizes_R[:, None], length_BX << SHIFT | nearness(apart_BX), -1)
 
 
 def fill_paths(rows: PredictionRows, depth: int, out: Paths) -> None:
     """Writes two paths of each row, see `PathFinder.fill`: from the best place on, and from where the answer would be, or from
-    the second best place if both are one or the prediction has ended there.  A path from where the answer would be has support.
+    the second best place if both are one or the prediction has ended there.  A path from where the answer would be is IN_STEP.
     """
     if use_index_kernels(rows.at_R):
         from specdec.draft.prediction.places_triton import launch_paths
@@ -69,7 +66,7 @@ def fill_paths(rows: PredictionRows, depth: int, out: Paths) -> None:
     rows.found_R.copy_(torch.where(lengths_B2[:, 0] >= LEAST, first_B, at_B))
     out.lengths_BP.copy_(lengths_B2)
     is_in_step_B2 = (torch.stack((first_B, second_B), dim=1) == at_B[:, None]) & (key_B2 >= 0)
-    out.support_BP.copy_(ONCE + (ALL - ONCE) * is_in_step_B2.long())
+    out.support_BP.copy_(ONCE + (IN_STEP - ONCE) * is_in_step_B2.long())
     out.tokens_BPD.fill_(-1)
     positions_BPD = torch.stack((first_B, second_B), dim=1)[..., None] + arange(depth, at_B.device)
     is_there_BPD = (positions_BPD < sizes_B[:, None, None]) & (key_B2 >= 0)[..., None]

@@ -11,9 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec.draft.ngram.lookup import MAX_MATCH
-from specdec.draft.ngram.paths_triton import IS_ALL, IS_ONCE
-from specdec.draft.prediction.places import FAR, LEAST, SHIFT
+from specdec.draft.ngram.lookup import FAR, MAX_MATCH, SHIFT
+from specdec.draft.ngram.lookup_triton import nearness
+from specdec.draft.ngram.paths_triton import IS_IN_STEP, IS_ONCE
+from specdec.draft.prediction.places import LEAST
 from specdec.ops.launch import chained
 
 if TYPE_CHECKING:
@@ -33,9 +34,7 @@ def place_keys_of(place, ids, recent, at, size, LENGTH: tl.constexpr, BITS: tl.c
         token = tl.load(ids + before, mask=equal & (before >= 0), other=-1).to(tl.int64)
         equal = equal & (token == last)
         length += equal.to(tl.int64)
-    apart = place - at
-    near = MOST - 2 * tl.abs(apart) + (apart > 0).to(tl.int64)
-    return tl.where(place < size, (length << BITS) | near, -1)
+    return tl.where(place < size, (length << BITS) | nearness(place - at, MOST), -1)
 
 
 @triton.jit
@@ -45,7 +44,7 @@ def write_path(tokens, lengths, support, ids, key, place, here, size, depth, roo
     token_D = tl.load(ids + place + d_D, mask=is_there_D, other=-1).to(tl.int64)
     tl.store(tokens + d_D, token_D, mask=d_D < room)
     tl.store(lengths, tl.maximum(key >> BITS, 0))
-    tl.store(support, tl.where((place == here) & (key >= 0), IS_ALL, IS_ONCE).to(tl.int64))
+    tl.store(support, tl.where((place == here) & (key >= 0), IS_IN_STEP, IS_ONCE).to(tl.int64))
 
 
 @triton.jit(

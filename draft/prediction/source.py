@@ -36,14 +36,14 @@ from specdec.steps import RowEntry
 
 # What is expected of the first token after a match of so many tokens, and where the answer would be, before anything was seen.
 MATCHED = (0.3, 0.4, 0.55, 0.65, 0.7, 0.75, 0.8, 0.8, 0.85)
-IN_STEP = (0.4, 0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.8, 0.85)
+PACE = (0.4, 0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.8, 0.85)
 
 
 class Predicted(PathSource):
     """The prediction after its best match, and where the answer would be."""
 
     name = PREDICTION
-    classes = (PathClass(MATCHED), PathClass(IN_STEP))
+    classes = (PathClass(MATCHED), PathClass(PACE))
     paths = (0, 1)
     step = PREDICTION
     description = "predictions of requests"

@@ -80,6 +80,7 @@ class SizeStats:
 
     costs: Costs
     first: list[SpecConfig]  # the shapes that are measured before anything is chosen
+    begins: Shape = None  # what runs first where the size begins with what another one says
     best: Shape = None  # the one last found the best; a look is none
     account: float = 0.0  # seconds that looks may lose
     share: float = LOOKING[0]  # of all time, which goes there
@@ -275,18 +276,24 @@ class Controller:
                 self.books[size] = SizeStats(Costs(first_counts=self.tries), first_shapes(self.shapes))
             else:
                 book = self.books[near]
-                self.books[size] = SizeStats(Costs(self.tries, book.costs), [book.best or book.first[0]], book.best)
+                first = [book.best or (book.first[0] if self.tries else book.smallest())]
+                self.books[size] = SizeStats(Costs(self.tries, book.costs), first, book.best, book.best)
         return self.books[size]
 
     def _unmeasured(self, size: RoundSize, usable: Sequence[Shape], share: float) -> list[Shape]:
         """The shapes to run because too little is known of costs; none if enough is.
 
         Where a shape can't be tried on the side, its first rounds cost what they cost.  So no levels run first, then the shape
-        of the least work until it has been measured or seems worth nothing; what others cost is guessed from these.
+        of the least work until it has been measured or seems worth nothing; what others cost is guessed from these.  A size
+        that begins with what another one says runs the best shape there, which tells how all costs differ: a round of no levels
+        only to be measured would emit a tenth of what one with a prediction does, at every size that a batch passes.
         """
         book = self._book(size)
         if self.tries:  # what was tried is read a round late
             return [] if book.knows_enough() else [shape for shape in book.first if shape in usable]
+        like = book.costs.like
+        if like is not None and all(like.is_told(shape) for shape in (None, *book.first)):
+            return [] if book.costs.runs(book.begins) >= FIRST_RUNS else [book.begins]
         small = book.smallest()
         unmeasured = [shape for shape in (None, small) if book.costs.runs(shape) < FIRST_RUNS]
         if unmeasured == [small]:

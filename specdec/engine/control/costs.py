@@ -118,6 +118,10 @@ class Costs:
         """Whether the shape has run or was tried."""
         return shape in self._measured
 
+    def is_told(self, shape: Shape) -> bool:
+        """Whether it has here, or at a batch size of which these costs are told."""
+        return self.is_known(shape) or (self.like is not None and self.like.is_told(shape))
+
     def doubt(self, shape: Shape) -> float:
         """Which share less the shape may well cost: nothing if it ran lately, more the longer that is ago."""
         known = self._measured.get(shape)
@@ -169,10 +173,12 @@ class Costs:
 
     def _guess(self, shape: Shape) -> float:
         """Seconds of a shape of which nothing is known."""
-        if self.like is not None and self.like.is_known(shape):
-            both = [other for other in self._measured if self.like.is_known(other)]
+        if self.like is not None and (self.like.is_told(shape) or len(self._measured) < 2):  # which shows no slope
+            both = [other for other in self._measured if self.like.is_told(other)]
             if both:
                 return self.like.of(shape) * sum(map(self.of, both)) / sum(map(self.like.of, both))
+            if not self._measured:
+                return self.like.of(shape)
         levels, nodes = _work(shape)
         return self._chain(levels) + max(0, nodes - levels - 1) * self._node()
 

@@ -21,13 +21,14 @@ LENS = [0, 1, 2, 3, 17, 33, 48]
 @pytest.mark.parametrize("span", [None, 9], ids=["all", "span"])
 @pytest.mark.parametrize("alphabet", [1, 2, 5])
 def test_places_and_what_follows(alphabet: int, span: int | None) -> None:
-    """Keeps out: entries after a text's end, places before the span, an earlier place before a later one, a continuation that
-    leaves the text."""
+    """Keeps out: entries after a text's end, places before the span, a far place before a near one or an earlier one before a
+    later, a continuation that leaves the text."""
     text, entries = random_texts(LENS, alphabet, span, seed=alphabet)
-    matches = find_matches(text, 3)
+    back = [0] * len(LENS) if alphabet == 5 else [0, 0, 1, 1, 5, 40, 20]
+    matches = find_matches(text, torch.tensor(back), 3)
     following = continuations(text, matches, 5).tolist()
     for row, own in enumerate(entries):
-        want = places(own, span)[:3]
+        want = places(own, span, back[row])[:3]
         assert matches.found_BM[row].tolist() == [True] * len(want) + [False] * (3 - len(want))
         got = list(zip(matches.lengths_BM[row].tolist(), matches.ends_BM[row].tolist(), strict=True))[: len(want)]
         assert got == want
@@ -43,8 +44,9 @@ def test_the_kernel_finds_the_same_places(span: int | None) -> None:
     """Keeps out: a block's edge that loses a place or reads past it."""
     text, _ = random_texts(LENS, 2, span, seed=4)
     there = PagedTexts(text.tokens_N.to(DEVICE), text.pages.to(DEVICE), text.lens_B.to(DEVICE), span)
-    got = launch_match_keys(there, 3, block=16).topk(3, dim=1).values.cpu()
-    want = match_keys(text).topk(3, dim=1).values
+    back = torch.tensor([0, 0, 1, 0, 5, 40, 20])
+    got = launch_match_keys(there, back.to(DEVICE), 3, block=16).topk(3, dim=1).values.cpu()
+    want = match_keys(text, back).topk(3, dim=1).values
     assert torch.equal(got, want) and int(want.max()) >> SHIFT > 1
 
 

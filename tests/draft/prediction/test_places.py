@@ -8,7 +8,7 @@ import torch
 from toolkit.kernels import DEVICE
 
 from specdec.draft.join.paths import Paths
-from specdec.draft.join.survival import ALL, ONCE
+from specdec.draft.join.survival import IN_STEP, ONCE
 from specdec.draft.ngram.lookup import MAX_MATCH
 from specdec.draft.prediction.places import LEAST, fill_paths, follow
 from specdec.draft.prediction.source import PredictionRows
@@ -79,7 +79,7 @@ def check(seed: int, depth: int = DEPTH, on_device: bool = False) -> None:
             assert out.tokens_BPD[row, 1 + p].tolist() == ids + [-1] * (7 - len(ids)), (row, p)
             assert int(out.lengths_BP[row, 1 + p]) == length
             is_in_step = p < len(paths) and place == places[row]
-            assert int(out.support_BP[row, 1 + p]) == (ALL if is_in_step else ONCE)
+            assert int(out.support_BP[row, 1 + p]) == (IN_STEP if is_in_step else ONCE)
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -72,6 +72,23 @@ def test_predictions_are_judged_by_themselves() -> None:
     assert "1 row with predictions: " in " ".join(made.speculation.reasons())
 
 
+@pytest.mark.parametrize("stay", [1, 8])
+@pytest.mark.parametrize("text", [TEXTS[2], TEXTS[1], MatchedText(0.0)], ids=str)
+def test_a_batch_that_drains_learns_no_size_anew(text: MatchedText, stay: int) -> None:
+    """Nothing is captured, so that each number of rows is a size.  Keeps out: rounds of no levels at every size that a batch
+    passes as its rows end, only to be measured, while a prediction is copied ten tokens a round; and a size of which one round
+    ran, whose cost did not count, taken for one that tells costs."""
+    made = SimulatedDevice(Speculation(AUTO.shapes, is_auto=True))
+    made.run(8, 300, text)
+    reached = best = 0.0
+    for rows in [*range(7, 0, -1)] * (56 // 7 // stay):
+        before, most = made.seconds, max(best_rate(rows, text, AUTO.shapes), rows / (1.03 * plain_cost(rows)))
+        reached += made.run(rows, stay, text) * (made.seconds - before)
+        best += most * (made.seconds - before)
+    assert reached > 0.93 * best
+    assert None not in made.shapes[-56:] if text.probability else made.shapes[-56:].count(None) > 50
+
+
 def test_rates_are_those_of_paths() -> None:
     """Keeps out: a path that ended with the tree's room taken for one that was wrong there."""
     rng, text, shape, matches = (
@@ -90,4 +107,4 @@ def test_rates_are_those_of_paths() -> None:
     assert [matched(bits) for bits in ([], [1], [2, 3], [6, 2, 1, 2], [0, 2])] == [0, 0, 2, 2, 0]
     acceptance = Acceptance(10, depths=15)
     alone, deeper = acceptance.accept_lengths([SpecConfig(3, 1), SpecConfig(3, 1, 4, 3)])
-    assert alone < deeper < alone + 0.3
+    assert alone < deeper < alone + 0.35

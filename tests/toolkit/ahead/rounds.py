@@ -88,7 +88,7 @@ def joining(B: int) -> None:
         parents = ids(B, nodes)
         tree = DraftTree(ids(B, nodes), parents, 5, is_chain=scores is None, scores_BN=scores)
         survival, paths = Survival([CHAIN] * 3, here()), Paths(ids(B, 3, depth), ids(B, 3), ids(B, 3), ids(3), ids(B, 3))
-        launch_paths(text, ids(B, 4), 4, depth, paths.of_source(0, 2))
+        launch_paths(text, ids(B, 4), 4, 2, ids(B), depth, paths.of_source(0, 2))
         launch_write(text.pages, text.lens_B, ids(B, depth + 1), text.tokens_N)
         launch_continuations(DeviceTable(1 << 20, here()), text, ids(B), depth, Continuations(*paths.of_source(0, 2)[:3]))
         steps = launch_rates(paths, tree, survival, depth)
@@ -131,7 +131,7 @@ def drafting() -> None:
         launch_convolve_add_norm(x, delta, own, base, 8, halves(HIDDEN), 1e-5)
     launch_fill_pairs(ids(8, 6), ids(8), halves(8, 6, HIDDEN), 5, halves(1, HIDDEN), 12)
     launch_block_tables(pages, counts(8), counts(8), ids(8, 6), ids(8), 16, 5)
-    launch_match_keys(PagedTexts(counts(1 << 16), pages, counts(8), None), 8)
+    launch_match_keys(PagedTexts(counts(1 << 16), pages, counts(8), None), ids(8), 8)
 
 
 def verifying() -> None:

@@ -22,16 +22,20 @@ def random_texts(lens: list[int], alphabet: int, span: int | None, seed: int) ->
     return text, [entries[:length] for entries, length in zip(whole, lens, strict=True)]
 
 
-def places(entries: list[int], span: int | None = None) -> list[tuple[int, int]]:
-    """(length, position) of every place where the end of the text stood before, the best first."""
-    first, last = max(0, len(entries) - span) if span else 0, len(entries) - 1
-    found = []
-    for end in range(first, last):
-        length = 0
-        while length < MAX_MATCH and end - length >= first and entries[end - length] == entries[last - length]:
-            length += 1
-        found.append((length, end))
-    return sorted(found, reverse=True)
+def places(entries: list[int], span: int | None = None, back: int = 0) -> list[tuple[int, int]]:
+    """(length, position) of every place where the end of the text stood before, the best first.  back: how far before the end
+    the place is to which equally long matches are near; of two as near, the one after is better."""
+    first, at = max(0, len(entries) - span) if span else 0, len(entries) - 1 - back
+    found = [(match_length(entries, end, span), end) for end in range(first, len(entries) - 1)]
+    return sorted(found, key=lambda place: (-place[0], abs(place[1] - at), -place[1]))
+
+
+def match_length(entries: list[int], end: int, span: int | None = None) -> int:
+    """How many entries up to a place equal the last ones."""
+    first, last, length = max(0, len(entries) - span) if span else 0, len(entries) - 1, 0
+    while length < MAX_MATCH and end - length >= first and entries[end - length] == entries[last - length]:
+        length += 1
+    return length
 
 
 def followers(entries: list[int], end: int, steps: int) -> list[int]:
