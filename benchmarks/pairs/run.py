@@ -1,0 +1,137 @@
+"""Heads of every kind for one target, of equal data and steps: each step writes parts, and none is done twice.
+
+    python benchmarks pairs.run prompts --folder runs/pairs --target SmolLM2.gguf
+    python benchmarks pairs.run texts --folder runs/pairs --seconds 200
+    python benchmarks pairs.run train eagle3 dflash --folder runs/pairs --seconds 400
+    python benchmarks pairs.run eval --folder runs/pairs
+    python benchmarks pairs.run table --folder runs/pairs
+
+The steps, in their order: `prompts` makes requests of texts and writes the plan, with --set NAME=VALUE for its settings;
+`texts` lets the target ask and answer; `train` trains the kinds that are named, or all; `eval` counts accept lengths, which
+needs no GPU; `verify` compares texts; `start` times starts; `bench` measures speeds; `table` writes table.json and table.md of
+what is there; `card` writes a head with its card into --out.  `pack` writes the folder into few files of --out; `unpack` reads
+them.
+
+--seconds is what a call may take.  A step that has no time left ends, says what is missing, and goes on with the same command.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from pairs.plan import KINDS, PairsPlan, PartsFolder, TimeBudget
+
+STEPS = ("prompts", "texts", "train", "eval", "verify", "start", "bench", "table", "card", "pack", "unpack")
+Work = tuple[str, Callable[[], Any]]  # a part's name, and what measures it
+
+
+def texts_work(folder: PartsFolder, plan: PairsPlan) -> Iterator[Work]:
+    from pairs import training
+
+    yield "texts-asked", partial(training.ask_target, folder, plan)
+    yield "texts-rows", partial(training.write_texts, folder, plan)
+
+
+def train_work(folder: PartsFolder, plan: PairsPlan, kinds: list[str]) -> Iterator[Work]:
+    from pairs import training
+
+    for kind in kinds:
+        yield f"train-{kind}", partial(training.train_kind, folder, plan, kind)
+
+
+def pair_work(step: str, folder: PartsFolder, plan: PairsPlan, kinds: list[str]) -> Iterator[Work]:
+    """Of the heads that are trained; each is loaded when its first missing part is due."""
+    from pairs import measuring
+
+    for kind in kinds:
+        if folder.part(f"train-{kind}") is None:
+            print(f"{kind}: not trained yet")
+            continue
+        loaded: list[measuring.MeasuredPair] = []
+
+        def with_pair(measure: Callable[..., Any], *given: Any, kind: str = kind, loaded: list[Any] = loaded) -> Any:
+            if not loaded:
+                loaded.append(measuring.MeasuredPair(folder, plan, kind))
+            return measure(loaded[0], *given)
+
+        if step == "start":
+            yield f"start-{kind}", partial(measuring.start_seconds, folder, plan, kind)
+        elif step == "verify":
+            yield f"verify-{kind}", partial(with_pair, measuring.verdict)
+        for shape in plan.shapes if step in ("eval", "bench") else ():
+            if step == "eval":
+                yield f"eval-{kind}-{shape}", partial(with_pair, measuring.accept_lengths, shape)
+            for batch in plan.batches if step == "bench" else ():
+                yield f"bench-{kind}-{shape}-{batch}", partial(with_pair, measuring.speeds, shape, batch)
+        for pair in loaded:
+            pair.close()
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("step", choices=STEPS)
+    add("kinds", nargs="*", metavar="KIND", help=f"of {', '.join(KINDS)}; default: all")
+    add("--folder", type=Path, required=True, help="where everything lies")
+    add("--seconds", type=float, default=600.0, help="what this call may take; default: %(default)g")
+    add("--target", help="of `prompts`: a folder or a GGUF file")
+    add("--tiny", action="store_true", help="of `prompts`: settings with which all steps take a minute on a CPU")
+    add("--set", action="append", default=[], metavar="NAME=VALUE", help="of `prompts`: a setting of the plan")
+    add("--text", type=Path, default=Path("../shared/text"), help="of `prompts`: the folder of texts; default: %(default)s")
+    add("--evaluation", type=Path, default=Path("../shared/prompts"), help="of `prompts`: files to measure with; %(default)s")
+    add("--out", type=Path, help="of `card` and `pack`: a folder; of `unpack`: where the packed files lie")
+    args = parser.parse_args()
+    if unknown := [kind for kind in args.kinds if kind not in KINDS]:
+        parser.error(f"argument KIND: expected some of {', '.join(KINDS)}, got {', '.join(unknown)}")
+    if args.step in ("card", "pack", "unpack") and args.out is None:
+        parser.error(f"argument --out: {args.step} needs a folder")
+    return args
+
+
+def plan_of(args: argparse.Namespace) -> PairsPlan:
+    from specdec import shipped
+
+    if args.tiny:
+        return PairsPlan.tiny(str(args.target or shipped.target_folder())).changed(args.set)
+    if not args.target:
+        raise ValueError("--target is missing: prompts are written for a target; nearest thing that works: --tiny")
+    return PairsPlan(str(args.target)).changed(args.set)
+
+
+def work_of(args: argparse.Namespace, folder: PartsFolder) -> Iterator[Work]:
+    kinds = args.kinds or list(KINDS)
+    if args.step == "texts":
+        return texts_work(folder, folder.plan)
+    if args.step == "train":
+        return train_work(folder, folder.plan, kinds)
+    return pair_work(args.step, folder, folder.plan, kinds)
+
+
+def main() -> None:
+    args = parse()
+    folder = PartsFolder(args.folder)
+    if args.step == "prompts":
+        from pairs.training import write_prompts
+
+        write_prompts(folder, plan_of(args), args.text, args.evaluation)
+    elif args.step == "table":
+        from pairs.table import write_table
+
+        write_table(folder)
+    elif args.step == "card":
+        from pairs.card import write_head
+
+        for kind in args.kinds or list(KINDS)[:1]:
+            write_head(folder, kind, args.out)
+    elif args.step in ("pack", "unpack"):
+        from pairs import packing
+
+        (packing.pack if args.step == "pack" else packing.unpack)(args.folder, args.out)
+    else:
+        budget = TimeBudget(args.seconds)
+        late = [name for name, measure in work_of(args, folder) if not budget.run(folder, name, measure)]
+        print(f"{args.step}: " + (f"no time for {', '.join(late)}; go on with the same command" if late else "done"))
