@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+LONG = "-long"  # the name of a head that is trained for long: KIND-long
 KINDS = ("eagle3", "p-eagle", "dflash", "dflash2", "dspark")
 FILES = ("mt_bench", "gsm8k", "humaneval")
 
@@ -22,10 +23,10 @@ class PairsPlan:
     """Settings that all kinds share.
 
     target: a folder or a GGUF file.  chat: whether prompts get its chat template.  asks: prompts that the target writes itself.
-    requests: at most so many prompts of each kind of text.  texts to keep_states: as `specdec train` has them.  shapes, files:
-    what is measured, the most important first.  eval_prompts, eval_tokens: prompts of a file for accept lengths, and tokens of
-    each.  characters: where prompts to measure with are cut; 0: nowhere.  bench_prompts: of a file for speeds, more where a batch
-    is larger.  seed: of all that is drawn.
+    requests: at most so many prompts of each kind of text.  texts to intermediate_size: as `specdec train` has them;
+    long_seconds: those of a head that is trained for long.  shapes, files: what is measured, the most important first.
+    eval_prompts, eval_tokens: prompts of a file for accept lengths, and tokens of each.  characters: where prompts to measure
+    with are cut; 0: nowhere.  bench_prompts: of a file for speeds, more where a batch is larger.  seed: of all that is drawn.
     """
 
     target: str
@@ -37,13 +38,13 @@ class PairsPlan:
     longest_prompt: int = 48
     greedy_share: float = 0.6
     steps: int = 1800
+    long_seconds: int = 0
     batch: int = 32
-    lr: float = 1e-3
+    lr: float = 0.0
     warmup: int = 200
     num_steps: int = 7
     draft_vocab_size: int = 4096
     intermediate_size: int = 1024
-    keep_states: int = 65536
     shapes: tuple[str, ...] = ("5,4,16", "5,1,6", "7,8,32")
     files: tuple[str, ...] = ("humaneval", "mt_bench", "gsm8k")
     temperatures: tuple[float, ...] = (0.0, 1.0)
@@ -65,7 +66,7 @@ class PairsPlan:
         """All steps in a minute or two on a CPU, over a small story model; its numbers mean nothing."""
         return cls(
             target, chat=False, asks=4, requests=16, texts=16, width=48, longest_prompt=12, steps=2, batch=2,
-            draft_vocab_size=300, intermediate_size=64, keep_states=64, shapes=("2,2,4",), files=("humaneval",),
+            draft_vocab_size=300, intermediate_size=64, warmup=1, shapes=("2,2,4",), files=("humaneval",),
             eval_prompts=2, eval_tokens=16, eval_batch=2, characters=60, bench_prompts=2, bench_tokens=8, batches=(1, 2),
             repeats=2, verify_prompts=1, device="cpu", threads=1,
         )  # fmt: skip
@@ -118,6 +119,11 @@ class PartsFolder:
     def head(self, kind: str) -> Path:
         return self.path / "heads" / kind
 
+    @property
+    def self_text(self) -> Path:
+        """What the target wrote."""
+        return self.path / "texts" / "self_text.pt"
+
     def prompts(self, file: str) -> Path:
         """The prompts of an evaluation file, as they are asked."""
         return self.path / f"{file}.jsonl"
@@ -150,8 +156,8 @@ class TimeBudget:
     def left(self) -> float:
         return self.seconds - (self._clock() - self._begun)
 
-    def run(self, folder: PartsFolder, name: str, measure: Callable[[], Any]) -> bool:
-        """Measures a part and keeps it, unless it is there.  False: there is no time for it."""
+    def run(self, folder: PartsFolder, name: str, measure: Callable[[], dict[str, Any] | None]) -> bool:
+        """Measures a part and keeps it, unless it is there.  False: there was no time for it, or not for all of it."""
         if folder.part(name) is not None:
             return True
         if self.left <= self.longest:
@@ -159,6 +165,8 @@ class TimeBudget:
         begun = self._clock()
         part = measure()
         took = self._clock() - begun
+        if part is None:
+            return False
         folder.keep(name, {**part, "part_seconds": round(took, 2)})
         self.longest = max(self.longest, took)
         print(f"{name}: {took:.1f} s, {self.left:.0f} s left", flush=True)

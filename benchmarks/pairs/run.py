@@ -7,10 +7,10 @@
     python benchmarks pairs.run table --folder runs/pairs
 
 The steps, in their order: `prompts` makes requests of texts and writes the plan, with --set NAME=VALUE for its settings;
-`texts` lets the target ask and answer; `train` trains the kinds that are named, or all; `eval` counts accept lengths, which
-needs no GPU; `verify` compares texts; `start` times starts; `bench` measures speeds; `table` writes table.json and table.md of
-what is there; `card` writes a head with its card into --out.  `pack` writes the folder into few files of --out; `unpack` reads
-them.
+`texts` lets the target ask and answer; `train` trains the kinds that are named, or all, and KIND-long for the plan's
+long_seconds; `eval` counts accept lengths, which needs no GPU; `verify` compares texts; `start` times starts; `bench` measures
+speeds; `table` writes table.json and table.md of what is there; `card` writes a head with its card into --out.  `pack` writes the
+folder into few files of --out; `unpack` reads them.
 
 --seconds is what a call may take.  A step that has no time left ends, says what is missing, and goes on with the same command.
 """
@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pairs.plan import KINDS, PairsPlan, PartsFolder, TimeBudget
+from pairs.plan import KINDS, LONG, PairsPlan, PartsFolder, TimeBudget
 
 STEPS = ("prompts", "texts", "train", "eval", "verify", "start", "bench", "table", "card", "pack", "unpack")
 Work = tuple[str, Callable[[], Any]]  # a part's name, and what measures it
@@ -36,11 +36,11 @@ def texts_work(folder: PartsFolder, plan: PairsPlan) -> Iterator[Work]:
     yield "texts-rows", partial(training.write_texts, folder, plan)
 
 
-def train_work(folder: PartsFolder, plan: PairsPlan, kinds: list[str]) -> Iterator[Work]:
+def train_work(folder: PartsFolder, plan: PairsPlan, names: list[str], budget: TimeBudget) -> Iterator[Work]:
     from pairs import training
 
-    for kind in kinds:
-        yield f"train-{kind}", partial(training.train_kind, folder, plan, kind)
+    for name in names:
+        yield f"train-{name}", partial(training.train_head, folder, plan, name, budget)
 
 
 def pair_work(step: str, folder: PartsFolder, plan: PairsPlan, kinds: list[str]) -> Iterator[Work]:
@@ -85,8 +85,8 @@ def parse() -> argparse.Namespace:
     add("--evaluation", type=Path, default=Path("../shared/prompts"), help="of `prompts`: files to measure with; %(default)s")
     add("--out", type=Path, help="of `card` and `pack`: a folder; of `unpack`: where the packed files lie")
     args = parser.parse_args()
-    if unknown := [kind for kind in args.kinds if kind not in KINDS]:
-        parser.error(f"argument KIND: expected some of {', '.join(KINDS)}, got {', '.join(unknown)}")
+    if unknown := [name for name in args.kinds if name.removesuffix(LONG) not in KINDS]:
+        parser.error(f"argument KIND: expected some of {', '.join(KINDS)}, or one with {LONG}, got {', '.join(unknown)}")
     if args.step in ("card", "pack", "unpack") and args.out is None:
         parser.error(f"argument --out: {args.step} needs a folder")
     return args
@@ -102,12 +102,12 @@ def plan_of(args: argparse.Namespace) -> PairsPlan:
     return PairsPlan(str(args.target)).changed(args.set)
 
 
-def work_of(args: argparse.Namespace, folder: PartsFolder) -> Iterator[Work]:
+def work_of(args: argparse.Namespace, folder: PartsFolder, budget: TimeBudget) -> Iterator[Work]:
     kinds = args.kinds or list(KINDS)
     if args.step == "texts":
         return texts_work(folder, folder.plan)
     if args.step == "train":
-        return train_work(folder, folder.plan, kinds)
+        return train_work(folder, folder.plan, kinds, budget)
     return pair_work(args.step, folder, folder.plan, kinds)
 
 
@@ -133,5 +133,5 @@ def main() -> None:
         (packing.pack if args.step == "pack" else packing.unpack)(args.folder, args.out)
     else:
         budget = TimeBudget(args.seconds)
-        late = [name for name, measure in work_of(args, folder) if not budget.run(folder, name, measure)]
+        late = [name for name, measure in work_of(args, folder, budget) if not budget.run(folder, name, measure)]
         print(f"{args.step}: " + (f"no time for {', '.join(late)}; go on with the same command" if late else "done"))

@@ -10,9 +10,10 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
-from pairs.plan import KINDS, PairsPlan, PartsFolder
+from pairs.plan import KINDS, LONG, PairsPlan, PartsFolder
 from specdec.loading.about.machine import machine_facts, versions
 
+HEADS = (*KINDS, *(kind + LONG for kind in KINDS))
 Rows = list[list[str]]
 
 
@@ -34,7 +35,7 @@ def table_of(folder: PartsFolder) -> dict[str, Any]:
 def markdown(record: dict[str, Any]) -> str:
     """The tables of a record, each under a line that says what it holds."""
     plan = PairsPlan(**record["plan"])
-    kinds = [kind for kind in KINDS if kind in record["train"]]
+    kinds = [kind for kind in HEADS if kind in record["train"]]
     files = " / ".join(plan.files)
     parts = [
         _about(record, plan),

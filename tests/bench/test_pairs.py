@@ -119,7 +119,7 @@ def run_step(pairs: Any, *arguments: str) -> None:
         pairs.run.main()
 
 
-@pytest.mark.slow_cases
+@pytest.mark.slow_cases(keep=0)
 @pytest.mark.parametrize("kinds", [["eagle3"], ["p-eagle", "dflash"], ["dflash2", "dspark"]], ids="+".join)
 def test_a_tiny_comparison_runs_through_and_goes_on(
     kinds: list[str], pairs: Any, sources: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -147,7 +147,8 @@ def test_a_tiny_comparison_runs_through_and_goes_on(
 
     run_step(pairs, "card", kinds[0], "--folder", str(folder), "--out", str(tmp_path / "heads"))
     (head,) = (tmp_path / "heads").iterdir()
-    assert f"A {kinds[0]} head for" in (head / "README.md").read_text()
+    page = (head / "README.md").read_text()
+    assert f"draft head ({kinds[0]}) for" in page and f"--draft {head.name} " in page and f"| {kinds[0]} | (2,2,4) |" in page
 
 
 def test_what_does_not_fit_is_left_out_and_named(pairs: Any, tmp_path: Path) -> None:
@@ -159,8 +160,8 @@ def test_what_does_not_fit_is_left_out_and_named(pairs: Any, tmp_path: Path) -> 
     noise = random.Random(0).randbytes(10_000)  # which nothing makes smaller
     (folder / "heads" / "eagle3" / "model.safetensors").write_bytes(noise)
     (folder / "heads" / "eagle3" / "config.json").write_text('{"kind": "eagle3"}')
-    (folder / "heads" / "eagle3" / "checkpoint.pt").write_bytes(random.Random(1).randbytes(20_000))
-    left = pairs.packing.pack(folder, tmp_path / "out", volume=8192, volumes=3)
+    (folder / "heads" / "eagle3" / "checkpoint.pt").write_bytes(random.Random(1).randbytes(40_000))
+    left = pairs.packing.pack(folder, tmp_path / "out", volume=8192, volumes=6)
     assert left == ["heads/eagle3/checkpoint.pt"] and len(list((tmp_path / "out").iterdir())) > 1
     pairs.packing.unpack(tmp_path / "again", tmp_path / "out")
     assert (tmp_path / "again" / "heads" / "eagle3" / "model.safetensors").read_bytes() == noise
@@ -182,7 +183,11 @@ def test_wrong_settings_and_heads_are_refused(pairs: Any, tmp_path: Path) -> Non
             plan.changed([wrong])
     with pytest.raises(ValueError, match="expected a head that was trained and measured"):
         pairs.card.write_head(folder, "eagle3", tmp_path / "out")
-    folder.keep("train-eagle3", {"seconds": 1}), folder.keep("eval-eagle3-5,1,6", {"rows": []})
+    folder.keep("train-eagle3", {"seconds": 1})
+    folder.keep("eval-eagle3-long-5,1,6", {"kind": "eagle3-long", "rows": []})
+    with pytest.raises(ValueError, match="expected a head that was trained and measured"):
+        pairs.card.write_head(folder, "eagle3", tmp_path / "out")
+    folder.keep("eval-eagle3-5,1,6", {"kind": "eagle3", "rows": []})
     folder.head("eagle3").mkdir(parents=True)
     for name in pairs.card.FILES:
         with (folder.head("eagle3") / name).open("wb") as file:
