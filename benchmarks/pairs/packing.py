@@ -14,8 +14,8 @@ MIB = 1 << 20
 VOLUME, VOLUMES = 15 * MIB, 4
 NAME = "pairs-{}.bin"
 FIRST = (
-    "*.json", "parts/*.json", "*.jsonl", "*.md", "texts/*", "heads/*/*.json", "heads/*/*.md", "heads/*/*.safetensors",
-    "heads/*/*",
+    "*.json", "parts/*.json", "*.jsonl", "*.md", "texts/*", "heads/*/*.json", "heads/*/*.md", "heads/*-long/*",
+    "heads/*/*.safetensors", "heads/*/*",
 )  # fmt: skip
 
 

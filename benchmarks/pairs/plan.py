@@ -33,8 +33,8 @@ class PairsPlan:
     chat: bool = True
     asks: int = 8000
     requests: int = 5000
-    texts: int = 16384
-    width: int = 256
+    texts: int = 12288
+    width: int = 384
     longest_prompt: int = 48
     greedy_share: float = 0.6
     steps: int = 1800

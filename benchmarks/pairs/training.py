@@ -11,11 +11,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from pairs.edits import edits_of
 from pairs.plan import FILES, KINDS, LONG, PairsPlan, PartsFolder, TimeBudget
 from pairs.requests import known_runs, requests_of, without_known, write_evaluation, write_requests
 from specdec import SamplingParams, SpecDecoder
 from specdec.cli import main as specdec
+from specdec.loading.build import free_memory
 
 MARK = "QUESTION-GOES-HERE"
 ASKED_AT_ONCE, ASKED_TOKENS = 256, 80
@@ -109,5 +112,7 @@ def train_head(folder: PartsFolder, plan: PairsPlan, name: str, budget: TimeBudg
 
 
 def _run(arguments: list[str]) -> None:
-    if code := specdec(arguments):
+    code = specdec(arguments)
+    free_memory(torch.device("cuda" if torch.cuda.is_available() else "cpu"))  # the next kind needs it
+    if code:
         raise RuntimeError(f"specdec {' '.join(arguments)} ended with {code}")

@@ -114,9 +114,7 @@ def test_edits_hold_their_document(pairs: Any, sources: Path) -> None:
 
 
 def run_step(pairs: Any, *arguments: str) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["benchmarks pairs.run", *arguments])
-        pairs.run.main()
+    assert pairs.run.run_step(pairs.run.parse(arguments)) == 0
 
 
 @pytest.mark.slow_cases(keep=0)
