@@ -32,7 +32,7 @@ class PairsPlan:
     target: str
     chat: bool = True
     asks: int = 8000
-    requests: int = 5000
+    requests: int = 4000
     texts: int = 12288
     width: int = 384
     longest_prompt: int = 48

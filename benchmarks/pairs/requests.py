@@ -61,7 +61,7 @@ def requests_of(folder: Path, count: int, seed: int, known: set[tuple[str, ...]]
     """
     draw = random.Random(seed)
     made = {
-        "code": list(_code(read_packed(folder / ABOUT["code"]), draw)),
+        "code": list(_code(read_packed(folder / ABOUT["code"]))),
         "arithmetic": [json.loads(line)["question"] for line in read_packed(folder / ABOUT["arithmetic"]).splitlines()],
         "stories": list(_stories(read_packed(folder / ABOUT["stories"]), draw)),
         "books": list(_books(read_packed(folder / BOOKS), draw)),
@@ -91,15 +91,15 @@ def functions_in(text: str) -> Iterator[ast.FunctionDef]:
         yield from (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
 
 
-def _code(text: str, draw: random.Random) -> Iterator[str]:
-    """Of each function with a docstring: to finish it, to write it, or to explain it."""
+def _code(text: str) -> Iterator[str]:
+    """Of each function with a docstring: to finish it, to write it, and to explain it."""
     for node in functions_in(text):
         does = (ast.get_docstring(node) or "").split("\n\n")[0]
         if len(does) > 20:
-            finish = f'Finish this code:\ndef {node.name}({ast.unparse(node.args)}):\n    """{does}"""'
+            yield f'Finish this code:\ndef {node.name}({ast.unparse(node.args)}):\n    """{does}"""'
+            yield f"Write a Python function. {does}"
             node.body = node.body[1:] or [ast.Pass()]
-            explain = f"What does this function do?\n```python\n{ast.unparse(node)}\n```"
-            yield draw.choice([finish, finish, f"Write a Python function. {does}", explain])
+            yield f"What does this function do?\n```python\n{ast.unparse(node)}\n```"
 
 
 def _stories(text: str, draw: random.Random) -> Iterator[str]:

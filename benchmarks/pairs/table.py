@@ -8,7 +8,10 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from datetime import UTC, datetime
+from statistics import median
 from typing import Any
+
+from texts.sources import told
 
 from pairs.plan import KINDS, LONG, PairsPlan, PartsFolder
 from specdec.loading.about.machine import machine_facts, versions
@@ -102,17 +105,12 @@ def _speed_rows(record: dict[str, Any], plan: PairsPlan, kinds: list[str]) -> Ro
         row = _of(part, file, plan.temperatures[0])
         if not row:
             return ""
-        told = f"{_median(row['plain']):,.0f} -> {_median(row['rounds']):,.0f}"
-        return f"{told}, {row['ratio']:.2f} ({row['low']:.2f} to {row['high']:.2f}){_fault(row['outputs'])}"
+        return f"{median(row['plain']):,.0f} -> {median(row['rounds']):,.0f}, {told(row)}{_fault(row['outputs'])}"
 
     return [
         [kind, f"({shape})", str(part["batch"]), *(cell(part, file) for file in plan.files)]
         for kind, shape, part in _measured(record, "bench", plan, kinds)
     ]
-
-
-def _median(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2] if len(values) % 2 else sum(sorted(values)[len(values) // 2 - 1 :][:2]) / 2
 
 
 def _fault(outputs: str) -> str:

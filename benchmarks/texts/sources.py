@@ -93,12 +93,19 @@ def run(way: Way, texts: list[Text], base: dict[str, Any]) -> tuple[list[Generat
     return outputs, clock() - begun
 
 
-def interval(ratios: list[float]) -> dict[str, float]:
-    """The mean of ratios and the interval of 95 percent, by their logarithms."""
+def interval(ratios: list[float]) -> dict[str, float | None]:
+    """The mean of ratios and the interval of 95 percent, by their logarithms; one ratio has no interval."""
     logs = [math.log(ratio) for ratio in ratios]
     mean, n = statistics.fmean(logs), len(logs)
-    half = STUDENT.get(n, 2.31) * statistics.stdev(logs) / math.sqrt(n) if n > 1 else math.inf
+    if n == 1:
+        return {"ratio": ratios[0], "low": None, "high": None}
+    half = STUDENT.get(n, 2.31) * statistics.stdev(logs) / math.sqrt(n)
     return {"ratio": math.exp(mean), "low": math.exp(mean - half), "high": math.exp(mean + half)}
+
+
+def told(found: dict[str, Any]) -> str:
+    """A ratio with its interval, if it has one."""
+    return f"{found['ratio']:.2f}" + ("" if found["low"] is None else f" ({found['low']:.2f} to {found['high']:.2f})")
 
 
 def case(ways: list[Way], kind: str, temperature: float, batch: int, args: argparse.Namespace) -> dict[str, Any]:
@@ -124,12 +131,11 @@ def case(ways: list[Way], kind: str, temperature: float, batch: int, args: argpa
     for way in used:
         ratios = [own / other for own, other in zip(rates[way.name], reference, strict=True)]
         found[way.name] = {"tok_s": statistics.median(rates[way.name]), "accept_length": lengths[way.name], **interval(ratios)}
-    said = ", ".join(
-        f"{way.name} {found[way.name]['tok_s']:.0f} ({found[way.name]['accept_length']:.2f}; {found[way.name]['ratio']:.2f}, "
-        f"{found[way.name]['low']:.2f} to {found[way.name]['high']:.2f})"
+    said = [
+        f"{way.name} {found[way.name]['tok_s']:.0f} ({found[way.name]['accept_length']:.2f}; {told(found[way.name])})"
         for way in used
-    )
-    print(f"{kind}, T {temperature:g}, batch {batch}: {said}", flush=True)
+    ]
+    print(f"{kind}, T {temperature:g}, batch {batch}: {', '.join(said)}", flush=True)
     return found
 
 

@@ -79,7 +79,7 @@ def test_no_evaluation_prompt_is_a_request(pairs: Any, sources: Path) -> None:
     known = pairs.requests.known_runs(sorted((sources / "prompts").glob("*.jsonl")))
     with_all, asks = (pairs.requests.requests_of(sources / "text", 100, 0, runs) for runs in (set(), known))
     assert sorted(set(with_all) - set(asks)) == sorted([ASKED, f"In May {ASKED[2:90].upper()} or maybe more than that?"])
-    assert sum("red apples" in ask for ask in asks) == 12 and any("def total(" in ask or "sum of all" in ask for ask in asks)
+    assert sum("red apples" in ask for ask in asks) == 12 and sum("total(" in ask or "sum of all" in ask for ask in asks) == 3
     assert (
         asks
         == pairs.requests.requests_of(sources / "text", 100, 0, known)
