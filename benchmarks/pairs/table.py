@@ -46,9 +46,7 @@ def markdown(record: dict[str, Any]) -> str:
         _grid(["head", "tree", *plan.files], _accept_rows(record, plan, kinds)),
         f"Share of drafts accepted at each depth, of those that were reached; greedy, {plan.files[0]}:",
         _grid(["head", "tree", "by depth"], _depth_rows(record, plan, kinds)),
-        f"Tokens a second, plain -> with the head, greedy; times plain with its interval of 95 percent over {plan.repeats} "
-        f"repeats in turns; {plan.bench_tokens} tokens a prompt:",
-        _grid(["head", "tree", "batch", *plan.files], _speed_rows(record, plan, kinds)),
+        *(part for temperature in plan.temperatures for part in _speeds(record, plan, kinds, temperature)),
         f"Of each head; a start is `specdec generate` of 16 tokens; `verify` over {files}:",
         _grid(["head", "MB", "steps", "training, s", "start, s", "verify"], [_facts(record, kind) for kind in kinds]),
     ]
@@ -100,17 +98,25 @@ def _depth_rows(record: dict[str, Any], plan: PairsPlan, kinds: list[str]) -> Ro
     return [[kind, f"({shape})", shares(part)] for kind, shape, part in _measured(record, "eval", plan, kinds)]
 
 
-def _speed_rows(record: dict[str, Any], plan: PairsPlan, kinds: list[str]) -> Rows:
+def _speeds(record: dict[str, Any], plan: PairsPlan, kinds: list[str], temperature: float) -> list[str]:
+    """A line and a table; none where nothing was measured."""
+
     def cell(part: dict[str, Any], file: str) -> str:
-        row = _of(part, file, plan.temperatures[0])
+        row = _of(part, file, temperature)
         if not row:
             return ""
         return f"{median(row['plain']):,.0f} -> {median(row['rounds']):,.0f}, {told(row)}{_fault(row['outputs'])}"
 
-    return [
+    rows = [
         [kind, f"({shape})", str(part["batch"]), *(cell(part, file) for file in plan.files)]
         for kind, shape, part in _measured(record, "bench", plan, kinds)
     ]
+    how = f"at temperature {temperature:g}" if temperature else "greedy"
+    line = (
+        f"Tokens a second, plain -> with the head, {how}; times plain, with its interval of 95 percent over {plan.repeats} "
+        f"repeats in turns; {plan.bench_tokens} tokens a prompt:"
+    )
+    return [line, _grid(["head", "tree", "batch", *plan.files], rows)] if rows else []
 
 
 def _fault(outputs: str) -> str:

@@ -103,6 +103,7 @@ def train_head(folder: PartsFolder, plan: PairsPlan, name: str, budget: TimeBudg
     out, checkpoint = folder.head(name), folder.head(name) / "checkpoint.pt"
     most = max(1, int(budget.left - AFTER_STEPS))
     go_on = "--resume" if checkpoint.is_file() else "--overwrite"
+    (out / "training.json").unlink(missing_ok=True)
     _run([*train_arguments(folder, plan, name, out, call_seconds=most), go_on])
     if not (out / "training.json").is_file():
         return None
