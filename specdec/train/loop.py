@@ -116,7 +116,7 @@ def fit(
 
     ended = _end(schedule, progress.step, earlier, 0.0)
     progress.ended, part, since = ended, _part(schedule, progress.step, earlier), (progress.step, earlier)
-    with show_progress("train", "steps") as show:
+    with show_progress("train", "seconds" if schedule.seconds else "steps") as show:
         while not ended:
             seconds = now()
             timed = (int(seconds), int(schedule.seconds)) if schedule.seconds else (progress.step, schedule.steps)

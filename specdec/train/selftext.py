@@ -20,7 +20,9 @@ from specdec.train.settings import HeadRun
 from specdec.train.text.documents import Document
 from specdec.train.text.openings import opening_ids
 
-ROUND = 2048  # prompts of one call of generate, at whose end few rows are busy; rows are saved after each call
+# Prompts of one call of generate, by device.  At a call's end few rows of its batches are busy; after it rows are saved.
+ROUNDS = {"cuda": 2048, "cpu": 512}
+WRITTEN_BY = ("texts", "width", "longest_prompt", "greedy_share", "held_out", "seed")  # settings that the rows follow from
 ENOUGH = 0.98  # of the text should lie in the draft vocabulary
 CHECKED = 20, 256  # one row of so many tells the loss on other text than a head learns from; at most so many rows
 
@@ -108,19 +110,21 @@ def write_text(
     checked: Sequence[Document],
     run: HeadRun,
     path: Path,
-    made_of: Mapping[str, Any],
+    origin: Mapping[str, Any],
 ) -> SelfText:
     """The rows that the target writes, [run.texts, run.width].
 
     train, checked: documents that open the rows to train on, and the others.  path: a file that keeps the rows as they come; if
-    it is there, only the rest is written.  made_of: what they are made of, which the file must say too.
+    it is there, only the rest is written.  origin: which target and which text they are made of; the file must say the same.
     """
+    made_of = {name: getattr(run, name) for name in WRITTEN_BY} | dict(origin)
     apart = checked_rows(run.texts)
     prompts = train_prompts(decoder, train, run.texts - apart, run) + train_prompts(decoder, checked or train, apart, run, 1)
     rows = torch.full((run.texts, run.width), -1, dtype=torch.int64, device="cpu")
     if path.is_file():
         read_rows_file(path, made_of, rows)
-    write_rows(decoder, prompts, rows, run.greedy_share, run.seed, lambda: save_rows_file(path, made_of, rows))
+    at_once = ROUNDS[decoder.settings.device.type]
+    write_rows(decoder, prompts, rows, run.greedy_share, run.seed, lambda: save_rows_file(path, made_of, rows), at_once)
     return SelfText(rows, torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64, device="cpu"))
 
 
@@ -154,7 +158,7 @@ def write_rows(
     greedy_share: float,
     seed: int,
     save: Callable[[], None],
-    at_once: int = ROUND,
+    at_once: int,
 ) -> None:
     """Fills rows [len(prompts), width] with the ids of each prompt and its continuation by the target.
 

@@ -112,7 +112,7 @@ class TrainStep:
         self._clock.mark("head and loss")
         loss.backward()
         self._clock.mark("backward")
-        norm = torch.nn.utils.clip_grad_norm_(self.weights, 1.0, foreach=True)
+        norm = torch.nn.utils.clip_grad_norm_(self.weights, 1.0)
         self._optimizer.step()
         self._clock.mark("optimizer")
         return Measured(loss.detach(), norm)

@@ -24,6 +24,7 @@ from specdec.attention.eager.dense import per_row
 from specdec.attention.inputs import LayerInputs
 from specdec.attention.kinds import PLAIN, Scoring
 from specdec.draft.eagle.head import Eagle3Head
+from specdec.train.lesson.entropy import Teacher
 from specdec.train.states import TargetStates
 
 
@@ -97,21 +98,20 @@ def head_loss(
     """
     ids_BT, P = seen.ids_BT, seen.rows_BT.shape[1] - 2
     # Pair i predicts token i + 2.  The target's distribution of that token comes from its hidden state at token i + 1.
-    teacher_BPV = F.linear(seen.hidden_BTH[:, 1 : P + 1], weight_VH).float().softmax(-1)
+    teacher = Teacher(F.linear(seen.hidden_BTH[:, 1 : P + 1], weight_VH))
     goal_BP = seen.goals_BT[:, 2:]
     place_BP = torch.searchsorted(draft_ids_V, goal_BP.clamp(min=0)).clamp(max=len(draft_ids_V) - 1)
     known_BP = draft_ids_V[place_BP] == goal_BP
     right_BP = torch.ones_like(known_BP)  # whether the chain that reaches a pair in this step has all tokens before it right
-    loss, counts = teacher_BPV.new_zeros(()), []
+    loss, counts = torch.zeros((), dtype=torch.float32, device=ids_BT.device), []
     at_P = torch.arange(P, dtype=torch.int64, device=ids_BT.device)
     for step, hidden_BPH in enumerate(draft_steps(head, seen.features_BTF[:, :P], ids_BT[:, 1 : P + 1], num_steps)):
-        logits_BPV = head.logits(hidden_BPH).float()
+        entropy_BP, drafted_BP = teacher.entropy(head.logits(hidden_BPH))
         counted_BP = known_BP & (at_P >= step)
-        entropy_BP = -(teacher_BPV * logits_BPV.log_softmax(-1)).sum(-1)
         total = counted_BP.sum().clamp(min=1)
         loss = loss + decay**step * (entropy_BP * counted_BP).sum() / total
         tried_BP = right_BP & (goal_BP >= 0) & (at_P >= step)
-        right_BP = tried_BP & known_BP & (logits_BPV.argmax(-1) == place_BP)
+        right_BP = tried_BP & known_BP & (drafted_BP == place_BP)
         counts.append(torch.stack((right_BP.sum(), tried_BP.sum())))
         right_BP = F.pad(right_BP[:, :-1], (1, 0))
     return loss, torch.stack(counts, dim=1)
