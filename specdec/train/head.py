@@ -85,7 +85,7 @@ def train_head(
     _check_machine(device, threads)
     config = choose_target(resolve_target(target, "target")).config
     layers = _check(run, config, str(target), aux_layers)
-    run = run if run.lr else replace(run, lr=default_rate(run.kind, config.hidden_size))
+    run = run if run.lr else replace(run, lr=default_rate(config.hidden_size))
     where, rows_file = Path(checkpoint or Path(out) / "checkpoint.pt"), Path(self_text or Path(out) / "self_text.pt")
     folder = prepare_out(out, resume, overwrite, keep=[target], checkpoint=where)
     ready = _ready(run, target, texts, eval_texts, split, device)

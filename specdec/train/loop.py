@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -84,10 +83,8 @@ def make_optimizer(model: torch.nn.Module, schedule: TrainSchedule) -> torch.opt
     return torch.optim.AdamW(groups, betas=betas, fused=True, capturable=True)
 
 
-class Step(Protocol):
-    """Makes a 0-based step at a learning rate.  It gives (loss, norm of the gradient), tensors of one number each."""
-
-    def __call__(self, step: int, lr: float) -> tuple[Tensor, Tensor]: ...
+# Makes a 0-based step at a learning rate.  It gives (loss, norm of the gradient), tensors of one number each.
+Step = Callable[[int, float], tuple[Tensor, Tensor]]
 
 
 def fit(
@@ -96,7 +93,7 @@ def fit(
     progress: Progress,
     make_step: Step,
     evaluate: Callable[[], float],
-    on_best: Callable[[Progress], None],
+    on_best: Callable[[Progress], object],
     clock: Callable[[], float] = time.monotonic,
     before: float = 0.0,
 ) -> Progress:
@@ -154,7 +151,7 @@ def _end(schedule: TrainSchedule, step: int, seconds: float, of_call: float) -> 
     return PAUSED if schedule.call_seconds and of_call >= schedule.call_seconds else ""
 
 
-def _milestone(progress: Progress, loss: float, held: float, norm: float, on_best: Callable[[Progress], None]) -> str:
+def _milestone(progress: Progress, loss: float, held: float, norm: float, on_best: Callable[[Progress], object]) -> str:
     if not math.isfinite(loss):
         raise ValueError(f"lr: expected one that trains, got loss {loss} at step {progress.step}; try a lower lr")
     progress.history.append((progress.step, loss, held))

@@ -25,8 +25,7 @@ OWNERS = {  # the kinds that have a setting which others have not
     "selector_rank": ("dflash2",), "candidates": ("dflash2",),
     "draft_vocab_size": ("eagle3", "p-eagle", "dflash", "dspark"),
 }  # fmt: skip
-RATES = {"eagle3": 3e-3, "p-eagle": 3e-3, "dflash": 3e-3, "dflash2": 3e-3, "dspark": 3e-3}  # at RATED hidden features
-RATED, FALL = 128, 0.45  # wider targets' rates fall with that power of their width
+RATE, RATED, FALL = 4e-3, 128, 0.55  # the peak learning rate up to so many features; wider targets' fall with that power
 MEASURED = (SpecConfig(5, 4, 16), SpecConfig(5, 1, 6))  # draft trees that a finished head is measured with
 
 T = TypeVar("T")
@@ -50,9 +49,9 @@ def default_of(name: str) -> Any:
     return HeadRun.__dataclass_fields__[name].default
 
 
-def default_rate(kind: str, hidden_size: int) -> float:
+def default_rate(hidden_size: int) -> float:
     """The peak learning rate of a head for a target of that width, to two digits."""
-    return float(f"{RATES[kind] * min(1.0, (RATED / hidden_size) ** FALL):.1e}")
+    return float(f"{RATE * min(1.0, (RATED / hidden_size) ** FALL):.1e}")
 
 
 def _check_numbers(run: HeadRun | TargetRun) -> None:
@@ -137,7 +136,7 @@ class HeadRun:
         0, "wall seconds after which this call ends with a checkpoint, for --resume; 0: it goes on to the end", least=0
     )  # fmt: skip
     batch: int = setting(32, "rows of a step", least=1)
-    lr: float = setting(0.0, "peak learning rate; 0: by the kind of the head and the width of the target")
+    lr: float = setting(0.0, "peak learning rate; 0: by the width of the target")
     warmup: int = setting(200, "steps until the learning rate reaches its peak", least=0)
     weight_decay: float = setting(0.01, "AdamW's weight decay")
     decay: float = setting(0.9, "step j of the training-time test, or place j of a block, counts decay**j in the loss")

@@ -1,13 +1,14 @@
-"""The cross-entropy of whole vocabularies: the kernels against the definition, which autograd differentiates."""
+"""The cross-entropy of whole vocabularies: the kernels against the definition, which autograd differentiates.  Under Triton's
+interpreter where there is no GPU.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from toolkit.kernels import DEVICE
 
 from specdec.train.lesson.entropy import Teacher, fused_entropy
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton interprets
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

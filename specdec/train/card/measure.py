@@ -25,7 +25,7 @@ SHARE = 0.95  # of the draws lies in the interval
 Prompts = Mapping[str, Sequence[list[int]]]  # token ids by the name of a kind of text
 
 
-class Accepted(NamedTuple):
+class AcceptedDrafts(NamedTuple):
     """What a head makes of one kind of text.
 
     accept_length: tokens of a round, over all rounds.  low, high: the interval of 95 percent, over other prompts of that kind.
@@ -44,10 +44,10 @@ class Accepted(NamedTuple):
         return f"{self.accept_length:.3f} [{self.low:.3f}, {self.high:.3f}] (by depth {depths})"
 
 
-Found = dict[str, dict[str, dict[str, Accepted]]]  # by kind of text, draft tree and temperature
+Found = dict[str, dict[str, dict[str, AcceptedDrafts]]]  # by kind of text, draft tree and temperature
 
 
-def accepted(parts: Sequence[Stats]) -> Accepted | None:
+def accepted(parts: Sequence[Stats]) -> AcceptedDrafts | None:
     """Of the prompts' counts; None if there was no round.  The interval is that of a bootstrap over the prompts."""
     total = Stats.total(list(parts))
     if not total.rounds:
@@ -58,7 +58,7 @@ def accepted(parts: Sequence[Stats]) -> Accepted | None:
     emitted_D, rounds_D = counts[picks].sum(1).unbind(1)
     edges = torch.tensor([(1 - SHARE) / 2, (1 + SHARE) / 2], dtype=torch.float64, device="cpu")
     low, high = (emitted_D / rounds_D.clamp(min=1)).quantile(edges).tolist()
-    return Accepted(total.accept_length, low, high, list(total.acceptance_by_depth), len(parts), total.rounds)
+    return AcceptedDrafts(total.accept_length, low, high, list(total.acceptance_by_depth), len(parts), total.rounds)
 
 
 def measure(decoder: SpecDecoder, folder: Path, prompts: Prompts, width: int) -> Found:

@@ -56,9 +56,9 @@ class FusedEntropy(torch.autograd.Function):
         return entropy_N.view(logits_NV.shape[:-1]), best_N.view(logits_NV.shape[:-1])
 
     @staticmethod
-    def backward(ctx: Any, grad_N: Tensor, _: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_N: Tensor, _: Tensor) -> tuple[Tensor, None]:
         from specdec.train.lesson.entropy_triton import launch_gradient
 
         logits_NV, teacher_NV, sums_2N = ctx.saved_tensors
-        rows = (each.flatten(0, -2) for each in (logits_NV, teacher_NV))
-        return launch_gradient(*rows, sums_2N, grad_N.contiguous().flatten()).view_as(logits_NV), None
+        logits, teacher = logits_NV.flatten(0, -2), teacher_NV.flatten(0, -2)
+        return launch_gradient(logits, teacher, sums_2N, grad_N.contiguous().flatten()).view_as(logits_NV), None

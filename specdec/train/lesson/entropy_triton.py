@@ -44,7 +44,7 @@ def soft_entropy_kernel(
         teacher_top = higher
     log_total = top + tl.log(total)
     tl.store(entropy + row, log_total - dot / teacher_total)
-    tl.store(best + row, place.to(tl.int64))
+    tl.store(best + row, place)
     tl.store(sums + row, log_total)
     tl.store(sums + tl.num_programs(0) + row, teacher_top + tl.log(teacher_total))
 

@@ -58,7 +58,8 @@ def load_corpus(
         train += documents[: len(documents) - kept]
         held += documents[len(documents) - kept :]
         notes.append(note)
-    new, others = drop_alike(held, train), {}
+    new = drop_alike(held, train)
+    others: dict[str, list[Document]] = {}
     notes.append(f"{len(train)} to train on, {len(new)} held out; {len(held) - len(new)} more open like one of the others")
     for path in eval_paths:
         documents, note = read_documents(path, split)
