@@ -41,6 +41,8 @@ def train_work(folder: PartsFolder, plan: PairsPlan, names: list[str], budget: T
     from pairs import training
 
     for name in names:
+        if name.endswith(LONG) and not plan.long_seconds:
+            raise ValueError(f"{name}: expected a plan with long_seconds, got 0; nearest: `prompts` with --set long_seconds=N")
         yield f"train-{name}", partial(training.train_head, folder, plan, name, budget)
 
 

@@ -176,6 +176,8 @@ def test_wrong_settings_and_heads_are_refused(pairs: Any, tmp_path: Path) -> Non
     assert folder.plan == plan.changed([]) and plan.changed(["batches=1;4", "lr=0.5"]).batches == (1, 4)
     with pytest.raises(ValueError, match="holds a comparison with other settings"):
         folder.begin(plan.changed(["steps=7"]))
+    with pytest.raises(ValueError, match="expected a plan with long_seconds"):
+        run_step(pairs, "train", "eagle3-long", "--folder", str(tmp_path))
     for wrong in ("stepz=7", "steps", "steps=many"):
         with pytest.raises(ValueError, match="--set"):
             plan.changed([wrong])
