@@ -37,6 +37,7 @@ class PairsPlan:
     width: int = 384
     longest_prompt: int = 48
     greedy_share: float = 0.6
+    held_out: float = 0.02
     steps: int = 1800
     long_seconds: int = 0
     batch: int = 32
@@ -65,7 +66,7 @@ class PairsPlan:
     def tiny(cls, target: str) -> PairsPlan:
         """All steps in a minute or two on a CPU, over a small story model; its numbers mean nothing."""
         return cls(
-            target, chat=False, asks=4, requests=16, texts=16, width=48, longest_prompt=12, steps=2, batch=2,
+            target, chat=False, asks=4, requests=16, texts=16, width=48, longest_prompt=12, held_out=0.3, steps=2, batch=2,
             draft_vocab_size=300, intermediate_size=64, warmup=1, shapes=("2,2,4",), files=("humaneval",),
             eval_prompts=2, eval_tokens=16, eval_batch=2, characters=60, bench_prompts=2, bench_tokens=8, batches=(1, 2),
             repeats=2, verify_prompts=1, device="cpu", threads=1,

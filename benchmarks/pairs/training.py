@@ -24,7 +24,7 @@ MARK = "QUESTION-GOES-HERE"
 ASKED_AT_ONCE, ASKED_TOKENS = 256, 80
 EDITED = 16  # edits of each kind
 TRAINED = (  # settings of the plan that `specdec train` has, by its names
-    "texts", "width", "longest_prompt", "greedy_share", "batch", "lr", "warmup", "num_steps", "draft_vocab_size",
+    "texts", "width", "longest_prompt", "greedy_share", "held_out", "batch", "lr", "warmup", "num_steps", "draft_vocab_size",
     "intermediate_size", "seed",
 )  # fmt: skip
 FEW = {"steps": 1, "batch": 1, "draft_vocab_size": 64, "intermediate_size": 8, "eval_prompts": 1}  # of a run for its text alone

@@ -50,15 +50,18 @@ def pairs() -> Iterator[Any]:
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders text/ and prompts/ with a little of what ../shared holds, an evaluation prompt among the training questions."""
     folder = tmp_path_factory.mktemp("sources")
-    questions = [f"Tom has {n} red apples and buys {n + 3} more. How many apples has he got now?" for n in range(12)]
+    draw = random.Random(0)
+
+    def words(count: int) -> str:  # no two texts open alike
+        return " ".join("".join(draw.choices("aeilnorst", k=draw.randrange(3, 8))) for _ in range(count))
+
+    questions = [f"Tom has {n} red apples, {words(14)}. How many has he got?" for n in range(12)]
     questions += [ASKED, f"In May {ASKED[2:90].upper()} or maybe more than that?", "Is this short?"]
-    story = "Once upon a time there was a small fox who lived under a large and very old oak tree near the river."
-    book = "The old house stood at the end of the long lane, and nobody had opened its door, nor lit its lamps, for years. "
     texts = {
         "gsm8k_train.jsonl": "\n".join(json.dumps({"question": each}) for each in questions),
         "thealgorithms_python.txt": CODE,
-        "tinystories_cased_0.8MB.txt": "\n\n".join(f"{story} It was {n} years old." for n in range(8)),
-        "classic_books_en.txt": "\n\n".join(f"{book * 2}That was in {1800 + n}, or so they said." for n in range(8)),
+        "tinystories_cased_0.8MB.txt": "\n\n".join(f"Once upon {words(20)}." for _ in range(8)),
+        "classic_books_en.txt": "\n\n".join(f"The old {words(45)}." for _ in range(8)),
     }
     for name in ("text", "prompts"):
         (folder / name).mkdir()
