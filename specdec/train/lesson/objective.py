@@ -70,8 +70,9 @@ def objective(
         picks = torch.arange(train, len(text.rows_NT), dtype=torch.int64, device="cpu")
         losses, counts = [], []
         for part in picks.split(run.batch):
+            inputs = picked(part, generator, lambda _: None)
             with products(states.device, precision):  # with gradients, so that what runs is what steps run
-                loss, counted = loss_of(picked(part, generator, lambda _: None))
+                loss, counted = loss_of(inputs)
             losses.append(loss.detach() * len(part))
             counts.append(counted)
         length, shares = accept_length(torch.stack(counts).sum(0).cpu())
