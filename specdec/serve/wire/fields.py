@@ -7,6 +7,7 @@ fields of sampling that greedy decoding does not look at: OpenAI's clients send 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from specdec.checks import nearest_name
@@ -66,9 +67,16 @@ ELSEWHERE = {
     "max_output_tokens": "max_tokens", "n_predict": "max_tokens", "min_new_tokens": "min_tokens", "stop_sequences": "stop",
     "repeat_penalty": "repetition_penalty", "num_return_sequences": "n", "do_sample": "temperature",
     "enable_thinking": 'chat_template_kwargs {"enable_thinking": false}', "thinking": "chat_template_kwargs",
-    "chat_template": "the server's flag --chat-template",
+    "chat_template": "the server's flag --chat-template", "think": "chat_template_kwargs", "extra_body": "what it holds",
+    "num_ctx": "the server's flag --max-seq-len", "input": "messages", "system": "a message of the role 'system'",
+    "options": "what it holds", "usage": 'stream_options {"include_usage": true}',
+    "response_format.schema": "json_schema", "response_format.json_schema.type": "schema",
+    "response_format.pattern": 'structured_outputs {"regex": ...}',
 }  # fmt: skip
-MESSAGE_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
+# OpenAI's older fields, and what says the same now.
+INSTEAD = {"functions": "tools", "function_call": "tool_choice"}
+# reasoning is vLLM's and OpenRouter's name of reasoning_content.
+MESSAGE_FIELDS = ("role", "reasoning", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
 NEUTRAL_MESSAGE_VALUES: dict[str, tuple[Any, ...]] = {  # what an answer of this server holds too, sent back as history
     "refusal": (), "audio": (), "annotations": ([],), "function_call": (), "parsed": (),
 }  # fmt: skip
@@ -90,44 +98,30 @@ def used_fields(body: dict[str, Any], path: str) -> dict[str, Any]:
     return only_used(body, USED_FIELDS[path], neutral, "")
 
 
-def only_used(values: dict[str, Any], used: tuple[str, ...], neutral: dict[str, tuple[Any, ...]], where: str) -> dict[str, Any]:
+def only_used(
+    values: dict[str, Any], used: tuple[str, ...], neutral: dict[str, tuple[Any, ...]], where: str,
+    elsewhere: Mapping[str, str] = ELSEWHERE,
+) -> dict[str, Any]:  # fmt: skip
     """The values that are used and not null.  ApiError 400 for any other, unless it is neutral.
 
-    where: what errors put before a name.
+    where: what errors put before a name.  elsewhere: what says the same as a field of another API.
     """
     kept = {}
     for name, value in values.items():
         full = f"{where}{name[:100]}"
         if name in used:
             kept[name] = value
-        elif name not in neutral:
-            alike = ELSEWHERE.get(full) or nearest_name(name[:100], [*used, *neutral])
-            hint = f"; nearest: {alike}" if alike else ""
-            raise wrong(full, f"{full} is not supported: there is no such field{hint}", UNKNOWN_FIELD)
-        elif value is not None and not any(_is_same(value, allowed) for allowed in neutral[name]):
+        elif name not in neutral and value is not None:
+            alike = elsewhere.get(full) or nearest_name(name[:100], [*used, *neutral])
+            hint = f"nearest: {alike or 'leave it out'}"
+            raise wrong(full, f"{full} is not supported: there is no such field; {hint}", UNKNOWN_FIELD)
+        elif value is not None and not any(is_same(value, allowed) for allowed in neutral[name]):
             accepted = "".join(f" or send {json.dumps(allowed)}" for allowed in neutral[name][:1])
-            raise wrong(
-                full, f"{full} is not supported by this server; nearest thing that works: leave it out{accepted}", UNSUPPORTED
-            )
+            works = INSTEAD.get(full) or ("tool_calls" if name == "function_call" else f"leave it out{accepted}")
+            raise wrong(full, f"{full} is not supported by this server; nearest thing that works: {works}", UNSUPPORTED)
     return {name: value for name, value in kept.items() if value is not None}
 
 
-def _is_same(value: Any, allowed: Any) -> bool:
+def is_same(value: Any, allowed: Any) -> bool:
     """Equal, but 0 is not False."""
     return bool(value == allowed) and isinstance(value, bool) == isinstance(allowed, bool)
-
-
-def known_only(body: dict[str, Any], path: str) -> dict[str, Any]:
-    """The body without what this server does not know or can't do, in messages and stream_options too; see --lenient."""
-    kept = _known(body, USED_FIELDS[path])
-    if isinstance(messages := kept.get("messages"), list):
-        kept["messages"] = [_known(item, MESSAGE_FIELDS) if isinstance(item, dict) else item for item in messages]
-    if isinstance(options := kept.get("stream_options"), dict):
-        kept["stream_options"] = _known(options, STREAM_OPTIONS)
-    if not kept.get("stream"):
-        kept.pop("stream_options", None)
-    return kept
-
-
-def _known(values: dict[str, Any], used: tuple[str, ...]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if name in used}
