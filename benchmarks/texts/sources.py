@@ -1,11 +1,12 @@
 """What sources beside a head are worth: tokens a second with the head alone, joined by the text's matches, and by predictions.
 
     python benchmarks texts.sources --device cuda --dtype float32 --out benchmarks/texts/results/sources_h200.json
-    python benchmarks texts.sources --target SmolLM2.gguf --draft none --chat --tokens 160 --batches 1
+    python benchmarks texts.sources --target SmolLM2.gguf --draft none --chat --edits runs/pairs/edits.jsonl --prompts FILE
 
 A pair that follows no instructions gets edits that are made here: the prediction of an answer is the answer itself with a name
 replaced everywhere, with every sentence on a line of its own, or with a word of 16 wrong, missing or doubled.  With --chat the
-target edits documents itself, and the document is the prediction.  "own" are prompts as they are, without predictions.
+target itself edits the documents of --edits, which `pairs.run prompts` draws; a document is its answer's prediction.  "own" are
+prompts as they are, without predictions.
 
 All ways write the same texts, which is checked; in bfloat16 they may part where two tokens tie. They run in turns, so that
 what else the machine does meets all of them; a number is tokens by seconds (on a CPU, of this process's processor time),
@@ -15,6 +16,7 @@ and its interval is that of 95 percent over the turns' ratios to the drafter alo
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import platform
@@ -31,32 +33,6 @@ from specdec import Generation, SamplingParams, SpecConfig, SpecDecoder, shipped
 
 EDITS = ("renamed", "reformatted", "corrected")
 STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}  # of 95 percent, by how many turns there are
-CODE = '''def running_mean(values, width):
-    """The means of all runs of so many values."""
-    total = 0.0
-    means = []
-    for index, value in enumerate(values):
-        total += value
-        if index >= width:
-            total -= values[index - width]
-        if index >= width - 1:
-            means.append(total / width)
-    return means
-'''
-RECORD = (
-    '{"name": "Ada", "born": 1815, "fields": ["mathematics", "computing"], "works": [{"title": "Notes", "year": 1843}, '
-    '{"title": "Letters", "year": 1850}], "city": "London"}'
-)
-PARAGRAPH = (
-    "The lighthouse stand on a small island, two mile from the harbour. Every evening the keeper climb the stairs and light "
-    "the lamp. In winter the wind are so strong that the boat can not land, and he must wait for weeks until somebody "
-    "bring bread."
-)
-REQUESTS = {
-    "renamed": ("Rename the variable total to amount in this code. Answer with the code alone.\n\n", CODE),
-    "reformatted": ("Write this JSON with an indentation of two spaces. Answer with the JSON alone.\n\n", RECORD),
-    "corrected": ("Correct the grammar of this paragraph. Answer with the paragraph alone.\n\n", PARAGRAPH),
-}
 
 
 class Way(NamedTuple):
@@ -90,8 +66,8 @@ def edited(answer: str, kind: str, draw: random.Random) -> str:
 
 def texts_of(kind: str, count: int, args: argparse.Namespace, plain: SpecDecoder, base: SamplingParams) -> list[Text]:
     if args.chat and kind != "own":
-        request, document = REQUESTS[kind]
-        return [Text([{"role": "user", "content": request + document}], document)] * count
+        edits = [line for line in map(json.loads, Path(args.edits).read_text().splitlines()) if line["kind"] == kind]
+        return [Text(line["messages"], line["prediction"]) for line in itertools.islice(itertools.cycle(edits), count)]
     lines = [json.loads(line) for line in Path(args.prompts or shipped.prompts_file()).read_text().splitlines()]
     prompts = [_prompt_of(line, args.chat) for line in lines]
     prompts = [prompts[number % len(prompts)] for number in range(count)]
@@ -117,12 +93,19 @@ def run(way: Way, texts: list[Text], base: dict[str, Any]) -> tuple[list[Generat
     return outputs, clock() - begun
 
 
-def interval(ratios: list[float]) -> dict[str, float]:
-    """The mean of ratios and the interval of 95 percent, by their logarithms."""
+def interval(ratios: list[float]) -> dict[str, float | None]:
+    """The mean of ratios and the interval of 95 percent, by their logarithms; one ratio has no interval."""
     logs = [math.log(ratio) for ratio in ratios]
     mean, n = statistics.fmean(logs), len(logs)
-    half = STUDENT.get(n, 2.31) * statistics.stdev(logs) / math.sqrt(n) if n > 1 else math.inf
+    if n == 1:
+        return {"ratio": ratios[0], "low": None, "high": None}
+    half = STUDENT.get(n, 2.31) * statistics.stdev(logs) / math.sqrt(n)
     return {"ratio": math.exp(mean), "low": math.exp(mean - half), "high": math.exp(mean + half)}
+
+
+def told(found: dict[str, Any]) -> str:
+    """A ratio with its interval, if it has one."""
+    return f"{found['ratio']:.2f}" + ("" if found["low"] is None else f" ({found['low']:.2f} to {found['high']:.2f})")
 
 
 def case(ways: list[Way], kind: str, temperature: float, batch: int, args: argparse.Namespace) -> dict[str, Any]:
@@ -148,12 +131,11 @@ def case(ways: list[Way], kind: str, temperature: float, batch: int, args: argpa
     for way in used:
         ratios = [own / other for own, other in zip(rates[way.name], reference, strict=True)]
         found[way.name] = {"tok_s": statistics.median(rates[way.name]), "accept_length": lengths[way.name], **interval(ratios)}
-    said = ", ".join(
-        f"{way.name} {found[way.name]['tok_s']:.0f} ({found[way.name]['accept_length']:.2f}; {found[way.name]['ratio']:.2f}, "
-        f"{found[way.name]['low']:.2f} to {found[way.name]['high']:.2f})"
+    said = [
+        f"{way.name} {found[way.name]['tok_s']:.0f} ({found[way.name]['accept_length']:.2f}; {told(found[way.name])})"
         for way in used
-    )
-    print(f"{kind}, T {temperature:g}, batch {batch}: {said}", flush=True)
+    ]
+    print(f"{kind}, T {temperature:g}, batch {batch}: {', '.join(said)}", flush=True)
     return found
 
 
@@ -183,6 +165,7 @@ def main() -> None:
     parser.add_argument("--draft", help='a head; "none": n-grams alone')
     parser.add_argument("--prompts")
     parser.add_argument("--chat", action="store_true")
+    parser.add_argument("--edits", help="with --chat: a file of edits, a line each with kind, messages and prediction")
     parser.add_argument("--spec", type=lambda text: tuple(map(int, text.split(","))), default=(5, 4, 16))
     parser.add_argument(
         "--predicted-spec", type=lambda text: tuple(map(int, text.split(","))), help="the shape with predictions, if another"
@@ -201,6 +184,8 @@ def main() -> None:
     parser.add_argument("--dtype")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if args.chat and not args.edits and args.kinds != "own":
+        parser.error("--chat needs --edits, or --kinds own")
     torch.set_num_threads(1)
     cases = []
     for batch in map(int, args.batches.split(",")):

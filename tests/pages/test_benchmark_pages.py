@@ -18,7 +18,7 @@ TOPS = ("specdec", "draft", "verify", "attention", "tests", "benchmarks", "scrip
 def test_all_pages_together_are_short() -> None:
     """Keeps out: histories of older numbers that come back, page by page."""
     words = {str(page.relative_to(ROOT)): len(page.read_text().split()) for page in PAGES}
-    assert len(words) == 10 and sum(words.values()) <= MAX_WORDS, words
+    assert len(words) == 11 and sum(words.values()) <= MAX_WORDS, words
 
 
 @pytest.mark.parametrize("path", [*PAGES, ROOT / "docs" / "BENCHMARKS.md"], ids=lambda path: str(path.relative_to(ROOT)))
