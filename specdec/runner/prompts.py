@@ -137,6 +137,8 @@ def start_prompts(
     if needs.history:
         first_id = workers.verifier.model.vocabulary.first
         state.record(bonus_B[:, None], prompts.final_B.long(), first_id, prompts.rows_B)
+    if needs.waits:
+        state.waiting.begin_texts(prompts.rows_B, bonus_B, prompts.final_B)
 
 
 def bucket_of(exact: ChunkShape) -> ChunkShape:

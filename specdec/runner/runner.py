@@ -114,8 +114,8 @@ class DeviceRunner:
     def rehearse(self, passes: Sequence[steps.Pass]) -> None:
         """Has the kernels of these passes compiled (see `compile_steps`) where they may be rehearsed."""
         if self._rehearses:
-            if any(step.needs.rules for step in passes):
-                self._need_tables()
+            for step in passes:
+                self._need(step.needs)
             with self._in_order():
                 compile_steps(self.mixed, self.rounds, passes, self._rows_of)
 
@@ -169,8 +169,7 @@ class DeviceRunner:
     # ---- what emits tokens ----
 
     def _chunk(self, step: steps.RunChunk) -> EmittedPending:
-        if step.needs.rules:
-            self._need_tables()
+        self._need(step.needs)
         with self.clock.phase("prefill"):
             for part in step.parts:
                 if part.encoder_input is not None:
@@ -194,8 +193,7 @@ class DeviceRunner:
             both = BothPending(self._round(step.round, None), self._chunk(step.chunk))
             self._last_round = None
             return both
-        if step.needs.rules:
-            self._need_tables()
+        self._need(step.needs)
         state = self._rows_of(step.round)
         if self._first is not None and self._first.before_round(state, step.round):
             self._first = None
@@ -250,6 +248,8 @@ class DeviceRunner:
         """Writes the entries into the batch."""
         if any(entry.rules is not None for entry in step.entries):
             self._need_tables()
+        if any(entry.waits is not None for entry in step.entries):
+            self._need_waits()
         state, entries, device = self.workers.state, step.entries, self.device
         most = max(len(entry.pages[0]) for entry in entries)
         padded = [[[*pages, *[DUMMY_PAGE] * (most - len(pages))] for pages in entry.pages] for entry in entries]
@@ -270,6 +270,8 @@ class DeviceRunner:
             if entry.rules is not None:
                 assert state.tables is not None
                 state.tables.enter(entry.row, entry.rules, self.workers.verifier.model.vocabulary.first, entry.written)
+            if entry.waits is not None:
+                state.waiting.enter(entry.row, entry.waits)
             self.grammars.enter(entry)
 
     def _grow(self, step: steps.GrowRows) -> None:
@@ -283,6 +285,18 @@ class DeviceRunner:
         """Makes the tables of rules for tokens, if there are none yet: most decoders never need them."""
         if self.workers.state.tables is None:
             self.workers.state = self.workers.state.with_tables(self.workers.verifier.model.vocabulary.own)
+
+    def _need(self, needs: steps.Needs) -> None:
+        """Makes what a pass with these needs reads."""
+        if needs.rules:
+            self._need_tables()
+        if needs.waits:
+            self._need_waits()
+
+    def _need_waits(self) -> None:
+        """Makes the tables of how texts wait for their grammars, if there are none yet."""
+        if self.workers.state.waits is None:
+            self.workers.state = self.workers.state.with_waits(self.workers.verifier.model.vocabulary.size)
 
     def _read_encoder_input(self, given: steps.EncoderInput) -> None:
         """Runs the target's encoder over a text, and keeps what the decoder's layers read of it."""
@@ -337,8 +351,7 @@ class DeviceRunner:
 
     def _rows_of(self, step: steps.RunRound | steps.CatchUp) -> BatchState:
         """Views of the rows that a step runs over."""
-        if step.needs.rules:
-            self._need_tables()
+        self._need(step.needs)
         state = self.workers.state.narrow(step.rows)
         if not step.shared:
             return state
