@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 NOBODY = 1 << 29  # the bit of nodes that fill a tree because the request does without their sources: none is ever accepted
 FinishReason = Literal["eos", "stop", "length"]
@@ -142,6 +142,24 @@ class Emitted(NamedTuple):
     tree: NodeTable | None = None
     scores: Sequence[Logprobs] = ()
     halted: bool = False
+
+
+class Pending(Protocol):
+    """What a chunk, a round or both emit, or what a Try measures, while it is on its way from the device.
+
+    ended: rows in which the runner has ended drafts, because they became too much for the library of grammars.
+    """
+
+    ended: Sequence[int]
+
+    def read(self) -> list[Emitted]:
+        """Waits for the device: one for each row of a round or part of a chunk.  To be called once.  A Try emits nothing."""
+
+    def drop(self) -> None:
+        """Gives the result up without reading it."""
+
+    def seconds(self) -> float:
+        """Seconds of a timed round or a Try.  To be called only after `read`."""
 
 
 @dataclass(frozen=True)

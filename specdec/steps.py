@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 from specdec.config import OF_DRAFTS, SAMPLING_OPTIONS, GrammarKind, SpecConfig
-from specdec.generation import Emitted
+from specdec.generation import Pending
 from specdec.grammar.wait import Wait
 from specdec.grammar.wait_table import WaitTable
 from specdec.limits import ZEROS
@@ -391,24 +391,6 @@ class ForceAcceptance:
 Pass = RunChunk | RunRound | RunMixed
 RowStep = EnterRows | GrowRows | ShareRows | LeaveRows | StopDrafting | CopyPages
 Step = Pass | CatchUp | Try | RowStep | TableStep | TimePhases | ForceAcceptance
-
-
-class Pending(Protocol):
-    """What a chunk, a round or both emit, or what a Try measures, while it is on its way from the device.
-
-    ended: rows in which the runner has ended drafts, because they became too much for the library of grammars.
-    """
-
-    ended: Sequence[int]
-
-    def read(self) -> list[Emitted]:
-        """Waits for the device: one for each row of a round or part of a chunk.  To be called once.  A Try emits nothing."""
-
-    def drop(self) -> None:
-        """Gives the result up without reading it."""
-
-    def seconds(self) -> float:
-        """Seconds of a timed round or a Try.  To be called only after `read`."""
 
 
 class Runner(Protocol):

@@ -22,7 +22,7 @@ from specdec.attention.context_parallel.tables import ContextParallel
 from specdec.attention.inputs import AttentionFn
 from specdec.batch.choose import choose_tokens
 from specdec.batch.emitted import FirstTokens, NewTokens, RoundResult, token_logprobs, tree_numbers
-from specdec.batch.masks import BitMasks
+from specdec.batch.grammars.masks import BitMasks
 from specdec.batch.ragged import RaggedPrompts, ScoredTokens
 from specdec.batch.sampling import RowSampling
 from specdec.batch.state import BatchState

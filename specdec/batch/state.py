@@ -27,9 +27,9 @@ from torch import Tensor
 from specdec.attention.encoder.encoder_texts import EncoderTexts
 from specdec.attention.pages import PageTable
 from specdec.attention.shared import SharedPrefix
+from specdec.batch.grammars.waits import WaitRows
 from specdec.batch.sampling import RowSampling
 from specdec.batch.tables import TokenTables
-from specdec.batch.waits import WaitRows
 from specdec.limits import DUMMY_PAGE
 from specdec.steps import Needs, RowOptions
 

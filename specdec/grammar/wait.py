@@ -158,12 +158,6 @@ class WaitPlan:
         """Whether the grammar holds for a token because no thought opens there."""
         return state.phase == THOUGHT_MAY_OPEN and not self.waits and token != self.opening
 
-    def moved(self, state: WaitState, token: int) -> WaitState:
-        """The state after a token of the text, where the grammar may hold for the token itself.  It remembers nothing."""
-        if state.phase in (NEVER, ARMED):
-            return state
-        return WaitState(ARMED) if self.is_first_of_answer(state, token) else self._after(state, token)
-
     def needs_mask(self, state: WaitState) -> bool:
         """Whether anything but the end of the text is banned at a state, or its grammar holds there."""
         begins = state.phase == ARMED or (state.phase == THOUGHT_MAY_OPEN and not self.waits)

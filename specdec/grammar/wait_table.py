@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from specdec.grammar.wait import ARMED, BLANKS, NEVER, WaitPlan, WaitState
 
 MAX_STATES = 256  # of a table: one of many markers takes too long to make, and its texts take rounds with masks from the start
@@ -54,15 +56,11 @@ def wait_table(plan: WaitPlan) -> WaitTable | None:
         return None
     states.sort(key=plan.needs_mask)
     numbers = {state: number for number, state in enumerate(states)}
-
-    def column(token: int) -> tuple[int, ...]:
-        """The numbers of the states after a token, by the state before it."""
-        return tuple(numbers[_merged(plan.moved(state, token))] for state in states)
-
+    columns = _Columns(plan, states, numbers)
     relevant = [token for token in range(plan.vocab_size) if _is_relevant(plan, token)]
     others = sorted({*range(len(relevant) + 1)}.difference(relevant))  # the first of them is no relevant token
-    of_column = {column(others[0]): 0} if others[0] < plan.vocab_size else {}
-    found = {token: of_column.setdefault(column(token), len(of_column)) for token in relevant}
+    of_column = {columns.of(others[0]): 0} if others[0] < plan.vocab_size else {}
+    found = {token: of_column.setdefault(columns.of(token), len(of_column)) for token in relevant}
     if len(states) * len(of_column) > MAX_ENTRIES:
         return None
     after = tuple(state for row in zip(*of_column, strict=True) for state in row)
@@ -71,15 +69,44 @@ def wait_table(plan: WaitPlan) -> WaitTable | None:
     return WaitTable(tokens, classes, len(of_column), after, first_halt, numbers[plan.first], not plan.waits)
 
 
+class _Columns:
+    """What tokens do, byte by byte, to all states at once.  Shapes: S states, 256 bytes."""
+
+    def __init__(self, plan: WaitPlan, states: Sequence[WaitState], numbers: dict[WaitState, int]) -> None:
+        self._plan, self._armed, self._never = plan, numbers[WaitState(ARMED)], numbers[WaitState(NEVER)]
+        self._opens = [number for state, number in numbers.items() if plan.is_first_of_answer(state, -1)]
+        alphabet, other = _alphabet(plan)
+        self._after_SB = np.empty((len(states), 256), np.int64)
+        for number, state in enumerate(states):
+            self._after_SB[number] = numbers[_merged(plan.after_byte(state, bytes([other])))]
+            for byte in alphabet:
+                self._after_SB[number, byte] = numbers[_merged(plan.after_byte(state, bytes([byte])))]
+
+    def of(self, token: int) -> tuple[int, ...]:
+        """The states after a token, by the state before it."""
+        at_S = np.arange(len(self._after_SB))
+        for byte in self._plan.text_of(token):
+            at_S = np.where(at_S == self._armed, self._never, self._after_SB[at_S, byte])  # see WaitPlan.crossing
+        at_S[self._armed] = self._armed
+        if token != self._plan.opening:
+            at_S[self._opens] = self._armed
+        return tuple(at_S.tolist())
+
+
+def _alphabet(plan: WaitPlan) -> tuple[list[int], int]:
+    """The bytes that mean something while a text waits, and one that means what all others do."""
+    known = sorted({*BLANKS, *(byte for mark in plan.marks for byte in mark)})
+    return known, next(byte for byte in range(256) if byte not in known)
+
+
 def _states(plan: WaitPlan) -> list[WaitState] | None:
     """All states that any bytes lead to; None: there are too many."""
-    of_marks = {byte for mark in plan.marks for byte in mark}
-    alphabet = {*of_marks, *BLANKS, next(byte for byte in range(256) if byte not in of_marks and byte not in BLANKS)}
+    alphabet, other = _alphabet(plan)
     found = dict.fromkeys([plan.first, WaitState(ARMED), WaitState(NEVER)])
     left = [plan.first]
     while left:
         state = left.pop()
-        for byte in sorted(alphabet):
+        for byte in (*alphabet, other):
             after = _merged(plan.after_byte(state, bytes([byte])))
             if after not in found:
                 if len(found) >= MAX_STATES:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from specdec.batch.emitted import EmittedRows, FirstTokens
-from specdec.batch.masks import BitMasks
+from specdec.batch.grammars.masks import BitMasks
 from specdec.batch.transfer import host_memory, to_device
 from specdec.batch.tree import DraftTree
 from specdec.generation import Emitted

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specdec.attention.pages import PageTable
 from specdec.batch.emitted import FirstTokens
-from specdec.batch.masks import BitMasks
+from specdec.batch.grammars.masks import BitMasks
 from specdec.batch.ragged import ChunkShape, RaggedPrompts, ScoredTokens, flat_chunk, scored_places
 from specdec.batch.state import BatchState
 from specdec.batch.transfer import to_device

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specdec.batch.emitted import NewTokens, RoundResult
-from specdec.batch.masks import BitMasks
+from specdec.batch.grammars.masks import BitMasks
 from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
 from specdec.config import GraphMode

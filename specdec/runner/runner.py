@@ -20,6 +20,7 @@ from specdec.batch.sampling import RowSampling
 from specdec.batch.state import BatchState
 from specdec.batch.transfer import to_device
 from specdec.config import GraphMode, SpecConfig
+from specdec.generation import Pending
 from specdec.grammar.library import Grammars
 from specdec.limits import DUMMY_PAGE
 from specdec.ops.compiling.known import num_loaded
@@ -82,7 +83,7 @@ class DeviceRunner:
         self.mixed = MixedRunner(workers, bool(graphs), self.prompts)
         self._rehearses = rehearses is not None
         self._first = None if rehearses is None else FirstPasses(self.prompts, self.rounds, spec, rehearses)
-        self._actions: dict[type[Any], Callable[[Any], steps.Pending | None]] = {
+        self._actions: dict[type[Any], Callable[[Any], Pending | None]] = {
             steps.EnterRows: self._enter,
             steps.RunChunk: self._chunk,
             steps.RunMixed: self._mixed,
@@ -120,7 +121,7 @@ class DeviceRunner:
                 compile_steps(self.mixed, self.rounds, passes, self._rows_of)
 
     @torch.inference_mode()
-    def run(self, step: steps.Step) -> steps.Pending | None:
+    def run(self, step: steps.Step) -> Pending | None:
         """Launches the step, as `Runner.run` describes it."""
         return self._on_all_ranks(step, lambda: self._run(step))
 
@@ -160,7 +161,7 @@ class DeviceRunner:
         with launching(self.device), on_device(self.device), torch.cuda.stream(self._stream):
             yield
 
-    def _run(self, step: steps.Step) -> steps.Pending | None:
+    def _run(self, step: steps.Step) -> Pending | None:
         last_round, self._last_round = self._last_round, None
         if isinstance(step, steps.RunRound):
             return self._round(step, last_round)
@@ -188,7 +189,7 @@ class DeviceRunner:
         scores = None if first.scores_RY is None else (first.scores_RY, [part.num_scores for part in step.parts])
         return EmittedPending(self.readback, first.tokens_B[:parts], read, logprobs, scores=scores)
 
-    def _mixed(self, step: steps.RunMixed) -> steps.Pending:
+    def _mixed(self, step: steps.RunMixed) -> Pending:
         if self.clock.enabled:  # phases are timed by themselves
             both = BothPending(self._round(step.round, None), self._chunk(step.chunk))
             self._last_round = None
@@ -224,7 +225,7 @@ class DeviceRunner:
             self._first = None
         return self.rounds.run(state, step)
 
-    def _try(self, step: steps.Try) -> steps.Pending:
+    def _try(self, step: steps.Try) -> Pending:
         tried = step.step
         state = self._rows_of(tried)
         verifier, drafter = self.workers.verifier, self.workers.drafter

@@ -11,7 +11,7 @@ import torch
 
 from specdec.attention.pages import PageTable
 from specdec.batch.emitted import NewTokens
-from specdec.batch.masks import BitMasks, masked_logits
+from specdec.batch.grammars.masks import BitMasks, masked_logits
 from specdec.batch.tree import DraftTree
 from specdec.batch.trees.numbers_triton import launch_tree_numbers
 from specdec.batch.trees.states_triton import launch_commit_states, launch_state_numbers
