@@ -86,8 +86,8 @@ class RoundRunner:
         with self.clock.phase("verify"), choosing(active_B):
             result = self._verify(state, step, tree, graphs)
         with self.clock.phase("extend"), choosing(active_B, result.new.last_B):
-            key, changed = ("extend", state.shape, spec, needs), drafter.changed(state)
-            self._run(graphs, key, lambda: _extend(drafter, state, needs, result.new), changed)
+            changed = drafter.changed(state)
+            self._run(graphs, ("extend", state.shape, spec, needs), lambda: _extend(drafter, state, needs, result.new), changed)
         return result
 
     def _run(

@@ -46,9 +46,10 @@ class WaitRows:
         def zeros(dtype: torch.dtype, *shape: int) -> Tensor:
             return torch.zeros(rows, *shape, dtype=dtype, device=device)
 
-        numbers = [zeros(torch.int32) for _ in range(5)]
-        numbers[1].fill_(NEVER_HALTS)
-        return cls(*numbers, zeros(torch.int16, vocab_size), zeros(torch.int16, MAX_ENTRIES))
+        state_B, first_halt_B, num_classes_B, bans_ends_B, awake_B = (zeros(torch.int32) for _ in range(5))
+        class_BV, after_BX = zeros(torch.int16, vocab_size), zeros(torch.int16, MAX_ENTRIES)
+        first_halt_B.fill_(NEVER_HALTS)
+        return cls(state_B, first_halt_B, num_classes_B, bans_ends_B, awake_B, class_BV, after_BX)
 
     def tensors(self) -> list[Tensor]:
         return [getattr(self, each.name) for each in fields(self)]
@@ -91,13 +92,12 @@ class WaitRows:
 
         Returns how many tokens were taken, int64, and the states after them, int32.
         """
-        state_B, taken_B = self.state_B.long(), torch.zeros_like(counts_B)
+        state_B, taken_B, class_BE = self.state_B.long(), torch.zeros_like(counts_B), self.class_BV.gather(1, tokens_BE)
         for place in range(tokens_BE.shape[1]):
-            class_B = self.class_BV.gather(1, tokens_BE[:, place, None])[:, 0]
             goes_on_B = counts_B > place
             if halts:
                 goes_on_B = goes_on_B & (state_B < self.first_halt_B)
-            at_B = state_B * self.num_classes_B + class_B
+            at_B = state_B * self.num_classes_B + class_BE[:, place]
             state_B = torch.where(goes_on_B, self.after_BX.gather(1, at_B[:, None])[:, 0].long(), state_B)
             taken_B = taken_B + goes_on_B
         return taken_B, state_B.int()
