@@ -123,7 +123,7 @@ WAITS: list[tuple[Wait, dict[str, Any]]] = [
 
 
 def waiting_texts(decoder: SpecDecoder, speculate: bool, masked: bool = False) -> list[list[int]]:
-    """Those that wait, a free one, and one under a grammar from its start.  masked: whether those that wait get masks always."""
+    """Those that wait, a free one, and one under a grammar from its start.  masked: whether the first get masks always."""
     requests = []
     for text, (wait, options) in zip(prompts(), WAITS, strict=False):
         held = SamplingParams(max_tokens=48, regex="[A-Z]+( [a-z]{2,5})*!", **options)
