@@ -124,9 +124,9 @@ class NodeTable(NamedTuple):
 class Emitted(NamedTuple):
     """What a round emitted in one row, or a chunk for one of its parts.
 
-    tokens: of a round, the accepted draft tokens and then the target's own token; none in a row that has halted before it.  Of
-        a chunk, the first output token if the
-        prompt ends with the part, else nothing.  A token of -1 says that the target's logits were not finite.
+    tokens: of a round, the accepted draft tokens and then the target's own token; none in a row that had halted before it.
+        Of a chunk, the first output token if the prompt ends with the part, else nothing.  A token of -1 says that the target's
+        logits were not finite.
     logprobs: one for each of the tokens, and more, which mean nothing; empty where the launch needed none.
     best: of a round, how many of the drafter's first choices were accepted, and how many that path has.
     sources: of a round, for each accepted draft token a bit for each source that proposed it; empty: there is one source.

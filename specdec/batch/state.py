@@ -128,8 +128,7 @@ class BatchState:
         return self.rows, self.shared is not None
 
     def tensors(self) -> list[Tensor]:
-        """All tensors whose first dimension is the rows: every field but `shared`, `group`, the sizes, `tables` and
-        `waits`."""
+        """All tensors whose first dimension is the rows: those of every field but the ones after `encoder_lens_B`."""
         return [getattr(self, each.name) for each in fields(self) if not each.kw_only]
 
     def with_tables(self, width: int) -> BatchState:
