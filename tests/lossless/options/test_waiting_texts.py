@@ -120,8 +120,7 @@ def test_rounds_have_no_masks_until_a_text_halts(zoo: Zoo, tmp_path: Path) -> No
     decoder, rounds = load(zoo, tmp_path, "llama", "eagle3", (4, 3, 12)), list[RunRound]()
     driver, prompt = Driver(decoder), [3, 1, 4, 1, 5]
     driver.watch(lambda step: rounds.append(step) if isinstance(step, RunRound) else None)
-    free = SamplingParams(max_tokens=24)
-    (whole,) = decoder.generate(prompt, free)
+    (whole,) = decoder.generate(prompt, SamplingParams(max_tokens=HELD.max_tokens))
     plain = list(rounds)
     rounds.clear()
     never = Asked(prompt, HELD, Wait(None, ("zzzz",)))
