@@ -309,6 +309,10 @@ class Drafter(ABC):
 
         A capture restores them after its warm-ups.  What a phase overwrites with the same values each time need not be listed.
         """
+        return self.changed_rows(state)
+
+    def changed_rows(self, state: BatchState) -> list[Tensor]:
+        """Those of them whose first dimension is the rows."""
         return []
 
     def move_rows(self, sources_R: Tensor, targets_R: Tensor) -> None:

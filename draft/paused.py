@@ -84,7 +84,7 @@ class PausingDrafter(Drafter, Generic[Own]):
             tensor.copy_(torch.where(has_some_B.view(-1, *[1] * (tensor.dim() - 1)), tensor, old))
         rows.pending_B.zero_()
 
-    def changed(self, state: BatchState) -> list[Tensor]:
+    def changed_rows(self, state: BatchState) -> list[Tensor]:
         rows = self.rows_of(state)
         return [rows.pending_B, *rows.next_draft]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 NOBODY = 1 << 29  # the bit of nodes that fill a tree because the request does without their sources: none is ever accepted
 FinishReason = Literal["eos", "stop", "length"]
@@ -124,13 +124,15 @@ class NodeTable(NamedTuple):
 class Emitted(NamedTuple):
     """What a round emitted in one row, or a chunk for one of its parts.
 
-    tokens: of a round, the accepted draft tokens and then the target's own token.  Of a chunk, the first output token if the
-        prompt ends with the part, else nothing.  A token of -1 says that the target's logits were not finite.
+    tokens: of a round, the accepted draft tokens and then the target's own token; none in a row that had halted before it.
+        Of a chunk, the first output token if the prompt ends with the part, else nothing.  A token of -1 says that the target's
+        logits were not finite.
     logprobs: one for each of the tokens, and more, which mean nothing; empty where the launch needed none.
     best: of a round, how many of the drafter's first choices were accepted, and how many that path has.
     sources: of a round, for each accepted draft token a bit for each source that proposed it; empty: there is one source.
     tree: of a round whose needs ask for trees; a plain round's is only a root.
     scores: of a scored part, those of the prompt's tokens after its first one; see PromptPart.
+    halted: of a round that needs `waits`, whether the text needs masks where it now stands; see WaitTable.
     """
 
     tokens: list[int]
@@ -139,6 +141,25 @@ class Emitted(NamedTuple):
     sources: Sequence[int] = ()
     tree: NodeTable | None = None
     scores: Sequence[Logprobs] = ()
+    halted: bool = False
+
+
+class Pending(Protocol):
+    """What a chunk, a round or both emit, or what a Try measures, while it is on its way from the device.
+
+    ended: rows in which the runner has ended drafts, because they became too much for the library of grammars.
+    """
+
+    ended: Sequence[int]
+
+    def read(self) -> list[Emitted]:
+        """Waits for the device: one for each row of a round or part of a chunk.  To be called once.  A Try emits nothing."""
+
+    def drop(self) -> None:
+        """Gives the result up without reading it."""
+
+    def seconds(self) -> float:
+        """Seconds of a timed round or a Try.  To be called only after `read`."""
 
 
 @dataclass(frozen=True)

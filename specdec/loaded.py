@@ -305,8 +305,7 @@ class LoadedDecoder:
         given = streaming, drafts, encoder_ids, bad_words, left_after, predicted, names, scope, trees, shape, cache_salt
         request = Request.new(prompt_ids, sampling, seed, self.eos_ids, decode, *given)
         if wait is not None and sampling.grammar_rule is not None:
-            self.grammars.prepare(wait)
-            request.choice = request.choice.waiting(wait)
+            request.wait_for(wait, self.grammars.prepare(wait))
         self.engine.check(request)
         return request
 

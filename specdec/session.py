@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from specdec.attention.caches.quant_cache import as_stored
 from specdec.attention.eager.dense import StoreFn
-from specdec.batch.masks import masks_of_text
+from specdec.batch.grammars.masks import masks_of_text
 from specdec.config import SamplingParams
 from specdec.draft.drafter import DraftModel
 from specdec.draft.eagle.worker import DraftWorker

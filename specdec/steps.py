@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 from specdec.config import OF_DRAFTS, SAMPLING_OPTIONS, GrammarKind, SpecConfig
-from specdec.generation import Emitted
+from specdec.generation import Pending
 from specdec.grammar.wait import Wait
+from specdec.grammar.wait_table import WaitTable
 from specdec.limits import ZEROS
 from specdec.tables.steps import TableStep
 
 RoundKind = Literal["plain", "paused", "speculative"]
-STEPS = tuple(dict.fromkeys(declared.step for declared in SAMPLING_OPTIONS.values() if declared.step))
+STEPS = (*dict.fromkeys(declared.step for declared in SAMPLING_OPTIONS.values() if declared.step), "waits")
 DRAFTED = frozenset(declared.step for declared in SAMPLING_OPTIONS.values() if declared.drafted)  # steps that drafts know of
 DRAFTING = frozenset(SAMPLING_OPTIONS[name].step for name in OF_DRAFTS)  # steps of rows in which somebody drafts
 # The columns of the table of rows' options, by type.
@@ -36,6 +37,7 @@ class Needs(NamedTuple):
         bias: TokenRules.bias.  penalties: what a row's text holds.  bad_words, ends: TokenRules of these names.
         grammar: RowEntry.grammar.  The host completes trees before the target reads them, and makes masks meanwhile, so such a
             round runs phase by phase.
+        waits: RowEntry.waits.  The device follows the texts; without masks, a row emits nothing past the place where it halts.
         processed: log-probabilities after the options.  prediction, sources: RowEntry's of these names.
     logprobs: 1 + the number of likeliest tokens whose log-probabilities are computed beside the chosen one's; 0: none are.
     trees: whether a round also hands out its trees, see Emitted.
@@ -61,6 +63,20 @@ class Needs(NamedTuple):
     @property
     def grammar(self) -> bool:
         return "grammar" in self.steps
+
+    @property
+    def waits(self) -> bool:
+        return "waits" in self.steps
+
+    @property
+    def halts(self) -> bool:
+        """Whether rows halt where they need masks: the pass has none."""
+        return self.waits and not self.grammar
+
+    @property
+    def unmasked(self) -> Needs:
+        """Those without a grammar's masks."""
+        return self._replace(steps=self.steps - {"grammar"})
 
     @property
     def drafts(self) -> Needs:
@@ -149,6 +165,8 @@ class RowEntry:
     state: of a target with recurrent layers, the number of the state with which the text goes on: a kept one, or ZEROS.
     prediction: what the output may well be; None: nobody said.  sources: who may draft, by bits (see Emitted); None: all.
     scope: the key of those whose earlier answers may be proposed; 0: nobody's.
+    waits: how the text waits for its grammar, after `written`; None: the grammar holds from the first token on, or there is
+        none, or only the host can follow the text.
     """
 
     row: int
@@ -163,6 +181,7 @@ class RowEntry:
     prediction: Sequence[int] | None = None
     sources: int | None = None
     scope: int = 0
+    waits: WaitTable | None = None
 
 
 @dataclass(frozen=True)
@@ -372,24 +391,6 @@ class ForceAcceptance:
 Pass = RunChunk | RunRound | RunMixed
 RowStep = EnterRows | GrowRows | ShareRows | LeaveRows | StopDrafting | CopyPages
 Step = Pass | CatchUp | Try | RowStep | TableStep | TimePhases | ForceAcceptance
-
-
-class Pending(Protocol):
-    """What a chunk, a round or both emit, or what a Try measures, while it is on its way from the device.
-
-    ended: rows in which the runner has ended drafts, because they became too much for the library of grammars.
-    """
-
-    ended: Sequence[int]
-
-    def read(self) -> list[Emitted]:
-        """Waits for the device: one for each row of a round or part of a chunk.  To be called once.  A Try emits nothing."""
-
-    def drop(self) -> None:
-        """Gives the result up without reading it."""
-
-    def seconds(self) -> float:
-        """Seconds of a timed round or a Try.  To be called only after `read`."""
 
 
 class Runner(Protocol):

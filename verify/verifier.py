@@ -22,7 +22,7 @@ from specdec.attention.context_parallel.tables import ContextParallel
 from specdec.attention.inputs import AttentionFn
 from specdec.batch.choose import choose_tokens
 from specdec.batch.emitted import FirstTokens, NewTokens, RoundResult, token_logprobs, tree_numbers
-from specdec.batch.masks import BitMasks
+from specdec.batch.grammars.masks import BitMasks
 from specdec.batch.ragged import RaggedPrompts, ScoredTokens
 from specdec.batch.sampling import RowSampling
 from specdec.batch.state import BatchState
@@ -32,6 +32,7 @@ from specdec.models.target import EncoderDecoder, Target, TargetOutput
 from specdec.ops.rows import take_rows
 from specdec.steps import Needs
 from specdec.verify.accept import Accepted, accept
+from specdec.verify.halt import halt
 from specdec.verify.synthetic import SyntheticAcceptance
 
 SCORED_LOGITS = 1 << 25  # that a rank computes at once for tokens of prompts: their float32 numbers take 128 MiB
@@ -202,12 +203,17 @@ class TargetVerifier:
         masks: of the nodes, where some row has a grammar.
         """
         sampling = state.sampling._replace(masks=masks)
+        if needs.halts and "ends" in needs.steps:
+            sampling = state.waiting.without_ends(sampling)
         chosen = choose_tokens(done.logits_TV, sampling, done.positions_T, needs, self.model.vocabulary, tree)
         tokens_BN = chosen.tokens_R.view(tree.tokens_BN.shape)
         if self.synthetic is not None:
             tokens_BN = self.synthetic.force(tree, tokens_BN, state.sampling.seed_R, state.lens_B, state.speculates_B)
         trees_B5N = tree_numbers(tree, tokens_BN) if needs.trees else None  # before the root, a plain round's, is another token
+        root_B = tree.tokens_BN[:, 0].clone() if needs.waits else None
         accepted, base_lens_B = accept(tree.to_accept if "sources" in needs.steps else tree, tokens_BN, state)
+        if root_B is not None:
+            accepted = halt(state, accepted, base_lens_B, root_B, needs.halts)
         if needs.history:
             emitted_B = (accepted.accepted_B + 1) * state.active_B
             state.record(accepted.tokens_BE, emitted_B, self.model.vocabulary.first)

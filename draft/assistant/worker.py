@@ -107,5 +107,5 @@ class AssistantWorker(Drafter):
     def catch_up(self, state: BatchState, needs: Needs) -> None:
         pass  # the last token's state is all that there is to know
 
-    def changed(self, state: BatchState) -> list[Tensor]:
+    def changed_rows(self, state: BatchState) -> list[Tensor]:
         return self.rows.narrow(state.rows).tensors()

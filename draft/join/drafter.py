@@ -224,8 +224,10 @@ class JoinedDrafter(Drafter):
                 finder.bring_table(step)
 
     def changed(self, state: BatchState) -> list[Tensor]:
-        of_sources = [tensor for finder in self.finders for tensor in finder.changed(state)]
-        return [*self.drafter.changed(state), *of_sources, self.survival.counts_CLKG2]
+        return [*self.changed_rows(state), self.survival.counts_CLKG2]
+
+    def changed_rows(self, state: BatchState) -> list[Tensor]:
+        return [*self.drafter.changed_rows(state), *(tensor for finder in self.finders for tensor in finder.changed(state))]
 
     @property
     def catches_up(self) -> bool:  # type: ignore[override]

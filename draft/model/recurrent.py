@@ -119,8 +119,8 @@ class RecurrentModelWorker(SmallModelWorker):
         for tensor, old in zip(states.tensors(), before, strict=True):
             tensor.copy_(torch.where(has_some_B.view(-1, *[1] * (tensor.dim() - 1)), tensor, old))
 
-    def changed(self, state: BatchState) -> list[Tensor]:
-        return [*super().changed(state), *self.states.narrow(state.rows).tensors()]
+    def changed_rows(self, state: BatchState) -> list[Tensor]:
+        return [*super().changed_rows(state), *self.states.narrow(state.rows).tensors()]
 
     def enter(self, entries: Sequence[RowEntry]) -> None:
         rows_R, states_R = to_device([(entry.row, entry.state) for entry in entries], self.states.numbers_B3.device).unbind(1)

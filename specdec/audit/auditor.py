@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.audit.idle_pass import Wanted, read_while_idle
-from specdec.batch.masks import masks_of_text
+from specdec.batch.grammars.masks import masks_of_text
 from specdec.engine.loop import Engine
 from specdec.engine.request import Request
 from specdec.engine.totals import Totals

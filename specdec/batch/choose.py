@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.batch.masks import BitMasks, masked_logits
+from specdec.batch.grammars.masks import BitMasks, masked_logits
 from specdec.batch.rules import LogitRows, biased, penalised, without_bad_words, without_early_ends
 from specdec.batch.sampling import RowSampling
 from specdec.batch.sigma import near_the_best

@@ -44,13 +44,15 @@ class EmittedRows(NamedTuple):
 
     A row holds the number of accepted draft tokens; the tokens, -1 where the target's logits were not finite; and how many
     draft tokens of the tree's best path were accepted, and how many that path has.  Where trees have several sources, it goes
-    on with the sources of each place on the path after the root, as bits.
+    on with the sources of each place on the path after the root, as bits; and where texts wait for their grammars, with
+    whether the row has halted.  The number of accepted draft tokens is -1 then in a row that emits nothing.
 
-    num_sources: how many columns these are.
+    num_sources: how many columns those of sources are.  says_halts: whether the last column is there.
     """
 
     numbers_BX: Tensor
     num_sources: int = 0
+    says_halts: bool = False
 
     @classmethod
     def empty(cls, rows: int, places: int, device: torch.device, num_sources: int = 0) -> EmittedRows:
@@ -75,24 +77,31 @@ class EmittedRows(NamedTuple):
 
     @property
     def sources_BD(self) -> Tensor:
-        return self.numbers_BX[:, self._end :]
+        return self.numbers_BX[:, self._end : self._end + self.num_sources]
 
     @property
     def _end(self) -> int:
         """How many columns come before those of sources."""
-        return self.numbers_BX.shape[1] - self.num_sources
+        return self.numbers_BX.shape[1] - self.num_sources - self.says_halts
 
     def with_sources(self, sources_BE: Tensor) -> EmittedRows:
         """The same, and the sources of each place on the path, of which the root is the first."""
         assert not self.num_sources
         return EmittedRows(torch.cat((self.numbers_BX, sources_BE[:, 1:]), dim=1), sources_BE.shape[1] - 1)
 
+    def with_halts(self, accepted_B: Tensor, halted_B: Tensor) -> EmittedRows:
+        """The same with other numbers of accepted tokens, and whether rows have halted.  Both are int64."""
+        assert not self.says_halts
+        columns = accepted_B[:, None], self.numbers_BX[:, 1:], halted_B[:, None]
+        return EmittedRows(torch.cat(columns, dim=1), self.num_sources, says_halts=True)
+
     def read(self, numbers_BX: Tensor) -> list[Emitted]:
         """What each row emitted.  numbers_BX: these numbers on the host."""
         end, found = self._end, list[Emitted]()
         for row in numbers_BX.tolist():
-            sources = row[end : end + row[0]] if self.num_sources else ()
-            found.append(Emitted(row[1 : row[0] + 2], best=(row[end - 2], row[end - 1]), sources=sources))
+            sources = row[end : end + max(0, row[0])] if self.num_sources else ()
+            best, halted = (row[end - 2], row[end - 1]), self.says_halts and row[-1] > 0
+            found.append(Emitted(row[1 : row[0] + 2], best=best, sources=sources, halted=halted))
         return found
 
 

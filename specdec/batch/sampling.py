@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.batch.masks import BitMasks
+from specdec.batch.grammars.masks import BitMasks
 from specdec.batch.tables import TokenTables
 from specdec.batch.transfer import to_device
 from specdec.ops.noise.filters import Filters

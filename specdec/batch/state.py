@@ -27,6 +27,7 @@ from torch import Tensor
 from specdec.attention.encoder.encoder_texts import EncoderTexts
 from specdec.attention.pages import PageTable
 from specdec.attention.shared import SharedPrefix
+from specdec.batch.grammars.waits import WaitRows
 from specdec.batch.sampling import RowSampling
 from specdec.batch.tables import TokenTables
 from specdec.limits import DUMMY_PAGE
@@ -51,6 +52,7 @@ class BatchState:
     group: the group of layers whose pages `pages` and `prompt_pages` are.
     encoder_size: tokens of the longest text of an encoder; 0: there is none.
     tables: the rows' rules for single tokens; None as long as no row has had any.
+    waits: how the rows' texts wait for their grammars; None as long as no row has done so.
     """
 
     lens_B: Tensor
@@ -68,6 +70,7 @@ class BatchState:
     group: int = field(default=0, kw_only=True)
     encoder_size: int = field(default=0, kw_only=True)
     tables: TokenTables | None = field(default=None, kw_only=True)
+    waits: WaitRows | None = field(default=None, kw_only=True)
 
     @classmethod
     def empty(
@@ -125,22 +128,45 @@ class BatchState:
         return self.rows, self.shared is not None
 
     def tensors(self) -> list[Tensor]:
-        """All tensors whose first dimension is the rows: every field but `shared`, `group`, the sizes and `tables`."""
+        """All tensors whose first dimension is the rows: those of every field but the ones after `encoder_lens_B`."""
         return [getattr(self, each.name) for each in fields(self) if not each.kw_only]
 
     def with_tables(self, width: int) -> BatchState:
         """The same rows with tables for rules, none of which has any yet.  width: this rank's run of the vocabulary."""
         return replace(self, tables=TokenTables.neutral(self.rows, width, self.lens_B.device))
 
+    def with_waits(self, vocab_size: int) -> BatchState:
+        """The same rows with tables of how texts wait for their grammars, which none of them does yet."""
+        return replace(self, waits=WaitRows.empty(self.rows, vocab_size, self.lens_B.device))
+
     def written(self, needs: Needs) -> list[Tensor]:
         """The tensors that a pass with these needs changes as it chooses tokens."""
-        return [self.lens_B, self.bonus_B, *(self.tables.written if self.tables is not None and needs.history else ())]
+        of_tables = self.tables.written if self.tables is not None and needs.history else ()
+        of_waits = [self.waits.state_B] if self.waits is not None and needs.waits else ()
+        return [self.lens_B, self.bonus_B, *of_tables, *of_waits]
+
+    def begin_round(self, needs: Needs) -> BatchState:
+        """What `awake` gives, of a round that begins.  Called again before tokens are chosen, it does nothing new."""
+        if needs.halts:
+            self.waiting.wake(self.active_B)
+        return self.awake(needs)
+
+    def awake(self, needs: Needs) -> BatchState:
+        """The rows as a round with these needs runs them: in one without masks, rows that had halted before it are padding."""
+        return replace(self, active_B=self.waiting.awake_B) if needs.halts else self
+
+    @property
+    def waiting(self) -> WaitRows:
+        """`waits`, in a pass that needs them."""
+        assert self.waits is not None, "a pass over texts that wait has tables of them"
+        return self.waits
 
     def narrow(self, rows: int) -> BatchState:
         """Views of the first `rows` rows, without `shared`: each row reads all its own pages."""
         tensors = (tensor[:rows] for tensor in self.tensors())
         tables = None if self.tables is None else self.tables.narrow(rows)
-        return BatchState(*tensors, page_size=self.page_size, encoder_size=self.encoder_size, tables=tables)
+        waits = None if self.waits is None else self.waits.narrow(rows)
+        return BatchState(*tensors, page_size=self.page_size, encoder_size=self.encoder_size, tables=tables, waits=waits)
 
     def of_group(self, group: int) -> BatchState:
         """The same rows as the layers of that group see them.  Only group 0 reads common pages together."""
@@ -161,8 +187,9 @@ class BatchState:
         self.option_floats_BF.index_copy_(0, rows_R, sampling.floats_RF)
         self.option_ints_BI.index_copy_(0, rows_R, sampling.ints_RI)
         self.speculates_B.index_copy_(0, rows_R, speculates_R.int())
-        if self.tables is not None:
-            self.tables.clear_rows(rows_R)
+        for rules in (self.tables, self.waits):
+            if rules is not None:
+                rules.clear_rows(rows_R)
 
     def grow_rows(self, entries_NX: Tensor) -> None:
         """Writes more entries into running rows' tables.
@@ -203,11 +230,14 @@ class BatchState:
     def move_rows(self, sources_R: Tensor, targets_R: Tensor) -> None:
         """Makes each target row what its source row was before.  Both are int64, and no target occurs twice."""
         if sources_R.shape[0]:
-            for tensor in [*self.tensors(), *(() if self.tables is None else self.tables.tensors())]:
+            more = [tensor for each in (self.tables, self.waits) if each is not None for tensor in each.tensors()]
+            for tensor in [*self.tensors(), *more]:
                 tensor.index_copy_(0, targets_R, tensor.index_select(0, sources_R))
 
     def clear_rows(self, rows_R: Tensor) -> None:
         """Makes rows (int64) padding.  Other values of theirs may stay, because inactive rows use the dummy page only."""
         for tensor in (self.active_B, self.lens_B, self.speculates_B, self.sampling.temperature_R, self.encoder_lens_B):
             tensor.index_fill_(0, rows_R, 0)
+        if self.waits is not None:
+            self.waits.clear_rows(rows_R)
         self.page_table_BGW.index_fill_(0, rows_R, DUMMY_PAGE)

@@ -17,8 +17,9 @@ from specdec.engine.launches.launch import Launch
 from specdec.engine.request import Request
 from specdec.engine.scheduler import Scheduler
 from specdec.engine.totals import Totals
+from specdec.generation import Pending
 from specdec.startup import STARTUP
-from specdec.steps import Pending, RunChunk, Runner, RunRound, Step, Try
+from specdec.steps import RunChunk, Runner, RunRound, Step, Try
 from specdec.tables.steps import TableStep
 
 R = TypeVar("R", bound=Runner)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import reduce
 from operator import or_
 from typing import NamedTuple
 
 from specdec.config import SAMPLING_OPTIONS, SamplingParams, changed_options
 from specdec.grammar.wait import Wait
+from specdec.grammar.wait_table import WaitTable
 from specdec.limits import MAX_BAD_WORD_TOKENS, MAX_LOGPROBS, MOST_LOGPROBS
 from specdec.steps import Grammar, Needs, RowOptions, TokenRules
 
@@ -60,10 +62,17 @@ class RowChoice(NamedTuple):
         rules = TokenRules(tuple(seen) if needs.history else (), tuple(bias.items()), phrases, banned)
         return cls(options, rules, needs, grammar)
 
-    def waiting(self, wait: Wait) -> RowChoice:
-        """The same of a row whose grammar begins to hold later."""
+    def waiting(self, wait: Wait, table: WaitTable | None) -> RowChoice:
+        """The same of a row whose grammar begins to hold later.  table: see RowEntry.waits."""
         assert self.grammar is not None
-        return self._replace(grammar=self.grammar._replace(wait=wait))
+        choice = self._replace(grammar=self.grammar._replace(wait=wait))
+        if table is None:
+            return choice
+        if not table.bans_ends:
+            return choice.with_steps("waits")
+        # Rounds without masks ban the ends of such a row everywhere; others before min_tokens alone, as with any rule.
+        rules = replace(self.rules or TokenRules(), ends=self.grammar.ends)
+        return choice.with_steps("waits", "ends")._replace(rules=rules)
 
     def with_steps(self, *steps: str) -> RowChoice:
         """The same of a row that needs more of drafts."""

@@ -12,7 +12,9 @@ from specdec.engine.chunks import PromptRest
 from specdec.engine.needs import RowChoice
 from specdec.engine.trim import Trimmer
 from specdec.generation import Chunk, Emitted, Generation, Logprobs, Round, Stats, TokenLogprob, source_name
-from specdec.steps import EncoderInput, Grammar, PromptPart
+from specdec.grammar.wait import Wait
+from specdec.grammar.wait_table import WaitTable
+from specdec.steps import EncoderInput, Grammar, Needs, PromptPart
 
 LeftAfter = Callable[[Grammar | None, Sequence[int]], tuple[list[int], str]]
 
@@ -52,6 +54,8 @@ class Request:
     shape: SpecConfig | None = None  # of the trees that it asks for, as rounds name it; None: it takes any
     scope: int = 0  # the key of those whose earlier answers it may be proposed, as they may be this one's; 0: nobody's
     cache_salt: str | None = None  # of those with which it may share pages of the prefix cache
+    waits: WaitTable | None = None  # see RowEntry; here at the text's beginning
+    is_halted: bool = False  # whether the text needs masks where it stands, as far as rounds have said
     _unread: int = 0
     _unread_rounds: int = 0
 
@@ -96,6 +100,16 @@ class Request:
             "cache_salt": cache_salt,
         }
         return cls(prompt_ids, sampling, choice, output, speculate, streaming, **more)  # type: ignore[arg-type]
+
+    def wait_for(self, wait: Wait, table: WaitTable | None) -> None:
+        """Lets its grammar begin to hold later.  table: see RowEntry.waits."""
+        self.choice = self.choice.waiting(wait, table)
+        self.waits, self.is_halted = table, table is not None and table.halts
+
+    @property
+    def round_needs(self) -> Needs:
+        """What its next round needs: no masks while the device follows the text."""
+        return self.choice.needs if self.waits is None or self.is_halted else self.choice.needs.unmasked
 
     @property
     def source_bits(self) -> int | None:

@@ -227,7 +227,7 @@ class Scheduler:
         assert isinstance(step, steps.RunRound)
         self.totals.rounds += 1
         if seconds is not None:
-            drafting = [row for row, speculates in zip(emitted, planned.speculates, strict=False) if speculates]
+            drafting = [row for row, drafts in zip(emitted, planned.speculates, strict=False) if drafts and row.tokens]
             accepted, best = [len(row.tokens) - 1 for row in drafting], [row.best for row in drafting]
             by_others = [matched(row.sources) for row in drafting] if step.spec and step.spec.max_depth is not None else None
             self.speculation.observe(step, seconds, accepted, best, tokens_of(planned.states), by_others)
@@ -240,12 +240,13 @@ class Scheduler:
         """Hands the tokens of one chunk or round to its requests."""
         step = planned.step
         for index, (state, row) in enumerate(zip(planned.states, emitted, strict=False)):  # a round's padding comes last
-            if state is None or not (row.tokens or row.scores):
+            if state is None or not (isinstance(step, steps.RunRound) or row.tokens or row.scores):
                 continue
-            state.unread -= bool(row.tokens)
+            state.unread -= isinstance(step, steps.RunRound) or bool(row.tokens)
             if state.request.is_done:
                 continue
             if isinstance(step, steps.RunRound):
+                state.request.is_halted = row.halted
                 self._hand_out(state, row, (step.drafted, step.depths) if planned.speculates[index] else (0, 0))
             else:
                 self._hand_out(state, row, None, step.parts[index].start)
@@ -262,7 +263,7 @@ class Scheduler:
                 states.append(state)
                 if state.runs:
                     self._rows_changed()
-        ending = [state.request for state in states if state is not None and state.runs]
+        ending = [(state.request, state.request.choice.needs) for state in states if state is not None and state.runs]
         cost = sum(self.budget.cost(part.start, len(part.token_ids)) for part in parts)
         cost += sum(self.budget.cost(0, len(part.encoder_input.token_ids)) for part in parts if part.encoder_input)
         drafted = any(self._speculates(state.request) for state in states if state is not None)
@@ -276,7 +277,7 @@ class Scheduler:
             states.pop()
         rows = self._padded(len(states))
         before: list[steps.Step] = self._stop_drafting(states)
-        running = [state.request for state in states if state is not None]
+        running = [(state.request, state.request.round_needs) for state in states if state is not None]
         speculates = tuple(state is not None and self._speculates(state.request) for state in states)
         speculating = sum(speculates)
         if self.sharing is not None and self.sharing.group is None:
@@ -295,9 +296,8 @@ class Scheduler:
             {state.request.shape for state, drafts in zip(states, speculates, strict=True) if state and drafts},
         )
         before += first
-        for state in states:
-            if state is not None:
-                state.unread += 1
+        for state in filter(None, states):
+            state.unread += 1
         self.pages.launched_round()
         return Launch(before, (Planned(step, states, speculates),))
 
@@ -322,9 +322,9 @@ class Scheduler:
         if not any(state.runs and self._speculates(state.request) for state in self.states):
             self.speculation.pause = 0
 
-    def _needs(self, requests: list[Request]) -> steps.Needs:
+    def _needs(self, requests: list[tuple[Request, steps.Needs]]) -> steps.Needs:
         """What a batch of these requests needs to draft and to choose its tokens."""
-        return self._batch_needs.of(each.choice.needs.where(self._speculates(each)) for each in requests)
+        return self._batch_needs.of(needs.where(self._speculates(request)) for request, needs in requests)
 
     def _speculates(self, request: Request) -> bool:
         """Whether draft tokens may be accepted for the request, so that the drafter must know its text."""

@@ -65,7 +65,7 @@ class LateMatcher:
     def take(self, tokens: Sequence[int]) -> None:
         """Goes on along tokens that the text has got."""
         for number, token in enumerate(tokens):
-            if self._is_first_of_answer(self._state, token):
+            if self._plan.is_first_of_answer(self._state, token):
                 self._state = WaitState(ARMED)
             if self.is_armed:
                 self._matcher(self._state).take(tokens[number:])
@@ -82,10 +82,6 @@ class LateMatcher:
         else:
             self._fill_tree(masks_NX, tokens_N, parents_N)
 
-    def _is_first_of_answer(self, state: WaitState, token: int) -> bool:
-        """Whether the grammar holds for a token because no thought opens there."""
-        return state.phase == THOUGHT_MAY_OPEN and not self._plan.waits and token != self._plan.opening
-
     def _fill_tree(self, masks_NX: np.ndarray, tokens_N: Sequence[int], parents_N: Sequence[int]) -> None:
         """states: of each node.  held: of nodes where the grammar holds, by the node after which it begins to."""
         nodes = max(1, len(tokens_N))
@@ -98,7 +94,7 @@ class LateMatcher:
                 states.append(None)
                 begins.append(begin if state is None else None)
                 continue
-            if begin is not None and (state.phase == ARMED or self._is_first_of_answer(state, token)):
+            if begin is not None and (state.phase == ARMED or self._plan.is_first_of_answer(state, token)):
                 states.append(None)
                 begins.append(begin)
                 continue

@@ -21,6 +21,7 @@ from specdec.grammar.depth import check_depth
 from specdec.grammar.late import LateMatcher
 from specdec.grammar.matcher import Matcher
 from specdec.grammar.wait import TokenTexts, Wait, WaitPlan
+from specdec.grammar.wait_table import WaitTable, wait_table
 from specdec.steps import Grammar
 
 MAX_REASON = 500  # characters of what the library says of a fault
@@ -47,7 +48,8 @@ class Grammars:
         self._special: dict[str, int] | None = None
         self._vocabulary: TokenTexts | None = None
         self._plans: dict[Wait, WaitPlan] = {}
-        self._lock, self._reading = threading.Lock(), threading.Lock()
+        self._tables: dict[WaitPlan, WaitTable | None] = {}
+        self._lock, self._reading, self._preparing = threading.Lock(), threading.Lock(), threading.Lock()
 
     def check(self, kind: GrammarKind, text: str) -> None:
         """ValueError if no text of the model can be held to the grammar, with the library's reason."""
@@ -66,12 +68,18 @@ class Grammars:
             if not self._eos_ids:
                 raise ValueError(f"{what} needs a target whose config names an eos_token_id, with which the text can end")
 
-    def prepare(self, wait: Wait) -> None:
+    def prepare(self, wait: Wait) -> WaitTable | None:
         """Reads the vocabulary for texts that wait so, if nobody has: it takes long, and other texts wait for `matcher`.
 
-        ValueError if no text can wait so.
+        With the table the device can follow such texts; None: it can't.  ValueError if no text can wait so.
         """
-        self._plan(wait)
+        plan = self._plan(wait)
+        with self._preparing:
+            if plan not in self._tables:
+                if len(self._tables) >= self._max_kept:
+                    self._tables.clear()
+                self._tables[plan] = wait_table(plan)
+            return self._tables[plan]
 
     def matcher(self, grammar: Grammar) -> Matcher | LateMatcher:
         """A matcher at the beginning of a text.  grammar: one that passed `check`."""

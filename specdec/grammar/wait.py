@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -111,6 +112,32 @@ class WaitPlan:
                 self.first = WaitState(ARMED)  # no token of its own opens a thought, and all others are the grammar's
         self._steps: dict[tuple[WaitState, int], WaitState] = {}
         self._crossing: dict[WaitState, np.ndarray | None] = {}
+        self.vocab_size = len(vocabulary.tokens)
+
+    @cached_property
+    def marks(self) -> tuple[bytes, ...]:
+        """Those around a thought, and the markers."""
+        return tuple(mark for mark in (self._open, self._close, *self._markers) if mark)
+
+    @cached_property
+    def parts(self) -> frozenset[bytes]:
+        """All that stands within a mark."""
+        places = [(mark, begin, end) for mark in self.marks for end in range(1, len(mark) + 1) for begin in range(end)]
+        return frozenset(mark[begin:end] for mark, begin, end in places)
+
+    @cached_property
+    def beginnings(self) -> tuple[bytes, ...]:
+        """With what marks begin."""
+        return tuple(sorted({mark[:size] for mark in self.marks for size in range(1, len(mark))}))
+
+    @cached_property
+    def ends(self) -> tuple[bytes, ...]:
+        """With what marks end."""
+        return tuple(sorted({mark[size:] for mark in self.marks for size in range(1, len(mark))}))
+
+    def text_of(self, token: int) -> bytes:
+        """The bytes of a token."""
+        return self._vocabulary.tokens[token]
 
     def spelled(self, text: bytes) -> list[int]:
         """Tokens that together are a text."""
@@ -127,6 +154,15 @@ class WaitPlan:
             found = self._steps[state, token] = self._after(state, token)
         return found
 
+    def is_first_of_answer(self, state: WaitState, token: int) -> bool:
+        """Whether the grammar holds for a token because no thought opens there."""
+        return state.phase == THOUGHT_MAY_OPEN and not self.waits and token != self.opening
+
+    def needs_mask(self, state: WaitState) -> bool:
+        """Whether anything but the end of the text is banned at a state, or its grammar holds there."""
+        begins = state.phase == ARMED or (state.phase == THOUGHT_MAY_OPEN and not self.waits)
+        return begins or self.crossing(state) is not None
+
     def crossing(self, state: WaitState) -> np.ndarray | None:
         """[X] int32: the tokens that would write the mark for which a state waits, and go on; None: there is none."""
         if state not in self._crossing:
@@ -139,10 +175,11 @@ class WaitPlan:
         for byte in self._vocabulary.tokens[token]:
             if state.phase == ARMED:
                 return WaitState(NEVER)  # nobody may choose such a token: see `crossing`
-            state = self._byte(state, bytes([byte]))
+            state = self.after_byte(state, bytes([byte]))
         return state
 
-    def _byte(self, state: WaitState, byte: bytes) -> WaitState:
+    def after_byte(self, state: WaitState, byte: bytes) -> WaitState:
+        """The state after one more byte of the text."""
         if state.phase == THOUGHT_MAY_OPEN:
             return self._opened(state, byte)
         if state.phase == THOUGHT:
@@ -162,7 +199,7 @@ class WaitPlan:
             return WaitState(THOUGHT_MAY_OPEN, tail)
         state = WaitState(FREE)
         for number in range(len(tail)):
-            state = self._byte(state, tail[number : number + 1])
+            state = self.after_byte(state, tail[number : number + 1])
         return state
 
     def _marked(self, state: WaitState, byte: bytes) -> WaitState:
@@ -200,7 +237,7 @@ class WaitPlan:
     def _crosses(self, state: WaitState, token: int) -> bool:
         text = self._vocabulary.tokens[token]
         for number in range(len(text)):
-            state = self._byte(state, text[number : number + 1])
+            state = self.after_byte(state, text[number : number + 1])
             if state.phase == ARMED:
                 return number + 1 < len(text)
         return False

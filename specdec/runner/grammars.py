@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from specdec.batch.emitted import EmittedRows, FirstTokens
-from specdec.batch.masks import BitMasks
+from specdec.batch.grammars.masks import BitMasks
 from specdec.batch.transfer import host_memory, to_device
 from specdec.batch.tree import DraftTree
 from specdec.generation import Emitted
@@ -118,7 +118,12 @@ class GrammarRows:
             self._unread.append(UnreadTokens(self._readback.start(first.tokens_B[: len(parts)]), texts, read))
 
     def follow_round(self, emitted: EmittedRows) -> None:
-        """Has the texts take what a round emits, once it is on the host."""
+        """Has the texts take what a round emits, once it is on the host.
+
+        Nobody asks for masks while all texts wait for their grammars, so what has come is taken here.
+        """
+        while self._unread and self._unread[0].host_copy.is_there:
+            self._take_oldest()
         if self._follows and self._group.rank == 0 and (texts := self._running(len(emitted.numbers_BX))):
             self._unread.append(UnreadTokens(self._readback.start(emitted.numbers_BX), texts, emitted.read))
 
@@ -134,11 +139,14 @@ class GrammarRows:
     def _take(self) -> None:
         """Waits for what earlier passes have emitted."""
         while self._unread:
-            host_copy, texts, read = self._unread.popleft()
-            emitted = host_copy.read(read)
-            for place, row in texts:
-                assert row.matcher is not None
-                row.matcher.take(emitted[place].tokens)
+            self._take_oldest()
+
+    def _take_oldest(self) -> None:
+        host_copy, texts, read = self._unread.popleft()
+        emitted = host_copy.read(read)
+        for place, row in texts:
+            assert row.matcher is not None
+            row.matcher.take(emitted[place].tokens)
 
     # ---- masks ----
 

@@ -1,4 +1,4 @@
-"""What steps emit, or measure, while it is on its way from the device: see `steps.Pending`."""
+"""What steps emit, or measure, while it is on its way from the device: see `generation.Pending`."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specdec.attention.pages import PageTable
 from specdec.batch.emitted import FirstTokens
-from specdec.batch.masks import BitMasks
+from specdec.batch.grammars.masks import BitMasks
 from specdec.batch.ragged import ChunkShape, RaggedPrompts, ScoredTokens, flat_chunk, scored_places
 from specdec.batch.state import BatchState
 from specdec.batch.transfer import to_device
@@ -137,6 +137,8 @@ def start_prompts(
     if needs.history:
         first_id = workers.verifier.model.vocabulary.first
         state.record(bonus_B[:, None], prompts.final_B.long(), first_id, prompts.rows_B)
+    if needs.waits:
+        state.waiting.begin_texts(prompts.rows_B, bonus_B, prompts.final_B)
 
 
 def bucket_of(exact: ChunkShape) -> ChunkShape:

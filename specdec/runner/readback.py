@@ -90,7 +90,12 @@ class HostCopy:
     @property
     def device_waits(self) -> bool:
         """Whether the device has made the values, and may wait for whoever reads them.  Where the device is the host: never."""
-        return self._pinned is not None and bool(self.done.query())
+        return self._pinned is not None and self.is_there
+
+    @property
+    def is_there(self) -> bool:
+        """Whether `read` would not wait."""
+        return self._pinned is None or bool(self.done.query())
 
     def drop(self) -> None:
         """Gives the pinned memory back.  The next copy into it is enqueued later on the same stream, so copies can't mix."""

@@ -11,16 +11,17 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from specdec.batch.emitted import RoundResult
-from specdec.batch.masks import BitMasks
+from specdec.batch.emitted import NewTokens, RoundResult
+from specdec.batch.grammars.masks import BitMasks
 from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
 from specdec.config import GraphMode
+from specdec.draft.drafter import Drafter
 from specdec.ops.cuda_graph import GraphSet
 from specdec.runner.grammars import GrammarRows
 from specdec.runner.phase_clock import PhaseClock
 from specdec.runner.workers import Workers
-from specdec.steps import CatchUp, RunRound
+from specdec.steps import CatchUp, Needs, RunRound
 from specdec.verify.verifier import TreePass
 
 R = TypeVar("R")
@@ -45,10 +46,14 @@ class RoundRunner:
         """Runs the round over these rows.  It updates lengths and bonus tokens, and the drafter's rows."""
         is_whole = self.graph_mode == "round" and not self.clock.enabled and not step.needs.grammar
         if not is_whole or step.kind != "speculative":
-            return self._phases(state, step, self.phase_graphs)
-        changed = [*self.workers.verifier.written(state, step.needs), *self.workers.need_drafter().changed(state)]
-        key = "round", state.shape, step.spec, step.needs
-        return self._run(self.round_graphs, key, lambda: self._phases(state, step, EAGER), changed)
+            result = self._phases(state, step, self.phase_graphs)
+        else:
+            changed = [*self.workers.verifier.written(state, step.needs), *self.workers.need_drafter().changed(state)]
+            key = "round", state.shape, step.spec, step.needs
+            result = self._run(self.round_graphs, key, lambda: self._phases(state, step, EAGER), changed)
+        if step.needs.halts:
+            self.grammars.follow_round(result.emitted)
+        return result
 
     def rehearse(self, state: BatchState, step: RunRound) -> None:
         """Runs the round as a rehearsal (ops/compiling/rehearsal.py) does: it captures nothing."""
@@ -69,20 +74,20 @@ class RoundRunner:
 
         A round that is not speculative verifies a tree that is only a root: one step of plain decoding.
         """
-        choosing = self.workers.choosing
+        choosing, active_B = self.workers.choosing, state.awake(step.needs).active_B
         if step.kind != "speculative":
-            with self.clock.phase("decode"), choosing(state.active_B):
+            with self.clock.phase("decode"), choosing(active_B):
                 return self._verify(state, step, DraftTree.chain(state.bonus_B[:, None]), graphs)
         drafter, spec, needs = self.workers.need_drafter(), step.spec, step.needs
         assert spec is not None
-        with self.clock.phase("draft"), choosing(state.active_B):
-            key = "draft", state.shape, spec, needs.drafts
-            tree = self._run(graphs, key, lambda: drafter.draft(state, spec, needs), [])
-        with self.clock.phase("verify"), choosing(state.active_B):
+        with self.clock.phase("draft"), choosing(active_B):
+            key = "draft", state.shape, spec, needs.drafts, needs.halts
+            tree = self._run(graphs, key, lambda: drafter.draft(state.begin_round(needs), spec, needs), [])
+        with self.clock.phase("verify"), choosing(active_B):
             result = self._verify(state, step, tree, graphs)
-        with self.clock.phase("extend"), choosing(state.active_B, result.new.last_B):
-            key, changed = ("extend", state.shape, spec, needs), drafter.changed(state)
-            self._run(graphs, key, lambda: drafter.extend(state, needs, result.new), changed)
+        with self.clock.phase("extend"), choosing(active_B, result.new.last_B):
+            changed = drafter.changed(state)
+            self._run(graphs, ("extend", state.shape, spec, needs), lambda: _extend(drafter, state, needs, result.new), changed)
         return result
 
     def _run(
@@ -99,22 +104,25 @@ class RoundRunner:
         Where a row has a grammar, drafts that break it leave the trees before the target reads them, and the host makes masks
         while the device runs the target.
         """
-        verifier, needs = self.workers.verifier, step.needs
+        verifier, needs, rows = self.workers.verifier, step.needs, state.awake(step.needs)
         key, with_features = (VERIFY[step.kind], state.shape, step.spec, needs), step.kind != "plain"
         paused = self.workers.need_drafter() if step.kind == "paused" else None
         changed = [*verifier.written(state, needs), *(paused.changed(state) if paused else ())]
 
         def accept(done: TreePass, masks: BitMasks | None = None) -> RoundResult:
-            result = verifier.accept(state, tree, needs, done, with_features, masks)
+            result = verifier.accept(rows, tree, needs, done, with_features, masks)
             if paused:  # the drafter will need the token and its features in `catch_up`
-                paused.keep(state, result.new)
+                paused.keep(rows, result.new)
             return result
 
+        def read_tree() -> TreePass:
+            return verifier.read_tree(state.begin_round(needs), tree, with_features)
+
         if not needs.grammar:
-            return self._run(graphs, key, lambda: accept(verifier.read_tree(state, tree, with_features)), changed)
+            return self._run(graphs, key, lambda: accept(read_tree()), changed)
 
         def read() -> TreePass:
-            return self._run(graphs, ("read", *key), lambda: verifier.read_tree(state, tree, with_features), [])
+            return self._run(graphs, ("read", *key), read_tree, [])
 
         trees = self.grammars.complete(tree)
         done = read()
@@ -133,3 +141,12 @@ class RoundRunner:
             padding = len(self.workers.state.lens_B) - 1
             rows_B = torch.arange(rows, dtype=torch.int64, device=ended_B.device)
             self.workers.stop_drafting(rows_B.masked_fill(~ended_B, padding))
+
+
+def _extend(drafter: Drafter, state: BatchState, needs: Needs, new: NewTokens) -> None:
+    """The drafter learns what the round emitted.  A row that had halted before the round keeps its next draft as it is."""
+    rows, changed = state.awake(needs), drafter.changed_rows(state) if needs.halts else []
+    before = [tensor.clone() for tensor in changed]
+    drafter.extend(rows, needs, new)
+    for tensor, old in zip(changed, before, strict=True):
+        tensor.copy_(torch.where(rows.active_B.view(-1, *[1] * (tensor.dim() - 1)) > 0, tensor, old))

@@ -20,6 +20,7 @@ from specdec.batch.sampling import RowSampling
 from specdec.batch.state import BatchState
 from specdec.batch.transfer import to_device
 from specdec.config import GraphMode, SpecConfig
+from specdec.generation import Pending
 from specdec.grammar.library import Grammars
 from specdec.limits import DUMMY_PAGE
 from specdec.ops.compiling.known import num_loaded
@@ -82,7 +83,7 @@ class DeviceRunner:
         self.mixed = MixedRunner(workers, bool(graphs), self.prompts)
         self._rehearses = rehearses is not None
         self._first = None if rehearses is None else FirstPasses(self.prompts, self.rounds, spec, rehearses)
-        self._actions: dict[type[Any], Callable[[Any], steps.Pending | None]] = {
+        self._actions: dict[type[Any], Callable[[Any], Pending | None]] = {
             steps.EnterRows: self._enter,
             steps.RunChunk: self._chunk,
             steps.RunMixed: self._mixed,
@@ -114,13 +115,13 @@ class DeviceRunner:
     def rehearse(self, passes: Sequence[steps.Pass]) -> None:
         """Has the kernels of these passes compiled (see `compile_steps`) where they may be rehearsed."""
         if self._rehearses:
-            if any(step.needs.rules for step in passes):
-                self._need_tables()
+            for step in passes:
+                self._need(step.needs)
             with self._in_order():
                 compile_steps(self.mixed, self.rounds, passes, self._rows_of)
 
     @torch.inference_mode()
-    def run(self, step: steps.Step) -> steps.Pending | None:
+    def run(self, step: steps.Step) -> Pending | None:
         """Launches the step, as `Runner.run` describes it."""
         return self._on_all_ranks(step, lambda: self._run(step))
 
@@ -160,7 +161,7 @@ class DeviceRunner:
         with launching(self.device), on_device(self.device), torch.cuda.stream(self._stream):
             yield
 
-    def _run(self, step: steps.Step) -> steps.Pending | None:
+    def _run(self, step: steps.Step) -> Pending | None:
         last_round, self._last_round = self._last_round, None
         if isinstance(step, steps.RunRound):
             return self._round(step, last_round)
@@ -169,8 +170,7 @@ class DeviceRunner:
     # ---- what emits tokens ----
 
     def _chunk(self, step: steps.RunChunk) -> EmittedPending:
-        if step.needs.rules:
-            self._need_tables()
+        self._need(step.needs)
         with self.clock.phase("prefill"):
             for part in step.parts:
                 if part.encoder_input is not None:
@@ -189,13 +189,12 @@ class DeviceRunner:
         scores = None if first.scores_RY is None else (first.scores_RY, [part.num_scores for part in step.parts])
         return EmittedPending(self.readback, first.tokens_B[:parts], read, logprobs, scores=scores)
 
-    def _mixed(self, step: steps.RunMixed) -> steps.Pending:
+    def _mixed(self, step: steps.RunMixed) -> Pending:
         if self.clock.enabled:  # phases are timed by themselves
             both = BothPending(self._round(step.round, None), self._chunk(step.chunk))
             self._last_round = None
             return both
-        if step.needs.rules:
-            self._need_tables()
+        self._need(step.needs)
         state = self._rows_of(step.round)
         if self._first is not None and self._first.before_round(state, step.round):
             self._first = None
@@ -226,7 +225,7 @@ class DeviceRunner:
             self._first = None
         return self.rounds.run(state, step)
 
-    def _try(self, step: steps.Try) -> steps.Pending:
+    def _try(self, step: steps.Try) -> Pending:
         tried = step.step
         state = self._rows_of(tried)
         verifier, drafter = self.workers.verifier, self.workers.drafter
@@ -250,6 +249,8 @@ class DeviceRunner:
         """Writes the entries into the batch."""
         if any(entry.rules is not None for entry in step.entries):
             self._need_tables()
+        if any(entry.waits is not None for entry in step.entries):
+            self._need_waits()
         state, entries, device = self.workers.state, step.entries, self.device
         most = max(len(entry.pages[0]) for entry in entries)
         padded = [[[*pages, *[DUMMY_PAGE] * (most - len(pages))] for pages in entry.pages] for entry in entries]
@@ -270,6 +271,8 @@ class DeviceRunner:
             if entry.rules is not None:
                 assert state.tables is not None
                 state.tables.enter(entry.row, entry.rules, self.workers.verifier.model.vocabulary.first, entry.written)
+            if entry.waits is not None:
+                state.waiting.enter(entry.row, entry.waits)
             self.grammars.enter(entry)
 
     def _grow(self, step: steps.GrowRows) -> None:
@@ -283,6 +286,18 @@ class DeviceRunner:
         """Makes the tables of rules for tokens, if there are none yet: most decoders never need them."""
         if self.workers.state.tables is None:
             self.workers.state = self.workers.state.with_tables(self.workers.verifier.model.vocabulary.own)
+
+    def _need(self, needs: steps.Needs) -> None:
+        """Makes what a pass with these needs reads."""
+        if needs.rules:
+            self._need_tables()
+        if needs.waits:
+            self._need_waits()
+
+    def _need_waits(self) -> None:
+        """Makes the tables of how texts wait for their grammars, if there are none yet."""
+        if self.workers.state.waits is None:
+            self.workers.state = self.workers.state.with_waits(self.workers.verifier.model.vocabulary.size)
 
     def _read_encoder_input(self, given: steps.EncoderInput) -> None:
         """Runs the target's encoder over a text, and keeps what the decoder's layers read of it."""
@@ -337,8 +352,7 @@ class DeviceRunner:
 
     def _rows_of(self, step: steps.RunRound | steps.CatchUp) -> BatchState:
         """Views of the rows that a step runs over."""
-        if step.needs.rules:
-            self._need_tables()
+        self._need(step.needs)
         state = self.workers.state.narrow(step.rows)
         if not step.shared:
             return state

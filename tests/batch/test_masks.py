@@ -7,8 +7,8 @@ import pytest
 import torch
 from toolkit.kernels import DEVICE
 
-from specdec.batch.masks import BitMasks, masked_logits
-from specdec.batch.masks_triton import launch_masked_logits
+from specdec.batch.grammars.masks import BitMasks, masked_logits
+from specdec.batch.grammars.masks_triton import launch_masked_logits
 
 
 def case(B: int, N: int, V: int) -> tuple[torch.Tensor, BitMasks]:

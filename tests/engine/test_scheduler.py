@@ -20,8 +20,8 @@ from specdec.engine.pages.pool import PagePool
 from specdec.engine.request import Request
 from specdec.engine.scheduler import Scheduler
 from specdec.engine.speculation import Speculation
+from specdec.generation import Emitted
 from specdec.steps import (
-    Emitted,
     Needs,
     PromptPart,
     RunChunk,

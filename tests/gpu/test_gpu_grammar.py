@@ -7,13 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from toolkit.driver import Driver
 from toolkit.models import save_eagle3, save_target
 from toolkit.parallel.gpus import in_turn
 from toolkit.parallel.many import GRAMMARS, WORDS
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.config import GraphMode
+from specdec.grammar.wait import Thought, Wait
 from specdec.shipped import draft_folder, prompts_file, target_folder
+from specdec.steps import RunRound
 
 pytestmark = pytest.mark.gpu
 
@@ -108,3 +111,56 @@ def test_two_ranks_obey_the_first_one_s_grammars(tmp_path: Path) -> None:
 
     with in_turn():
         assert texts(2) == texts(1)
+
+
+WAITS: list[tuple[Wait, dict[str, Any]]] = [
+    (Wait(None, (". She",)), {}),
+    (Wait(Thought("<think>", " the ", is_open=True)), {"temperature": 0.8, "seed": 3, "top_p": 0.95}),
+    (Wait(None, ("<tool_call>",)), {}),
+    (Wait(Thought("<think>", "</think>"), (" big",)), {"temperature": 0.7, "seed": 4}),
+    (Wait(None, ("One", "Once"), at_start=True), {"min_tokens": 12}),
+]
+
+
+def waiting_texts(decoder: SpecDecoder, speculate: bool, masked: bool = False) -> list[list[int]]:
+    """Those that wait, a free one, and one under a grammar from its start.  masked: whether the first get masks always."""
+    requests = []
+    for text, (wait, options) in zip(prompts(), WAITS, strict=False):
+        held = SamplingParams(max_tokens=48, regex="[A-Z]+( [a-z]{2,5})*!", **options)
+        ids = decoder.encode(text)
+        requests.append(decoder.new_request(ids, held, speculate=speculate, wait=None if masked else wait))
+        if masked:
+            requests[-1].wait_for(wait, None)
+    for text, given in zip(prompts()[-2:], ({}, {"json_schema": SCHEMA}), strict=True):
+        requests.append(decoder.new_request(decoder.encode(text), SamplingParams(max_tokens=40, **given), speculate=speculate))
+    return [out.token_ids for out in decoder.run(requests)]
+
+
+@pytest.mark.parametrize("spec", [SpecConfig(5, 4, 16), SpecConfig(5, 1, 6), SpecConfig("auto", 4, 16)], ids=str)
+@pytest.mark.parametrize("cuda_graphs", ["round", "step", False])
+def test_texts_that_wait_for_their_grammars(spec: SpecConfig, cuda_graphs: GraphMode) -> None:
+    """Rounds are captured, and read one launch late, until a text halts.  Keeps out: a captured round that goes on past a mark,
+    a warm-up that leads a text on twice, a row that a graph takes for running though it has halted, and a rule for ends that
+    a graph keeps."""
+    expected = waiting_texts(load("cpu", max_batch_size=1), speculate=False, masked=True)
+    decoder = load(spec=spec, cuda_graphs=cuda_graphs, max_batch_size=4)
+    for speculate in (True, True, False):
+        assert waiting_texts(decoder, speculate) == expected
+
+
+def test_rounds_of_waiting_texts_are_whole_graphs() -> None:
+    """Keeps out: a batch whose rounds run phase by phase because somebody may call a tool."""
+    decoder = load(cuda_graphs="round", max_batch_size=1)
+    text, held = decoder.encode(prompts()[0]), SamplingParams(max_tokens=64, regex="x+")
+
+    def run() -> None:
+        decoder.run([decoder.new_request(text, held, wait=Wait(None, ("<tool_call>",)))])
+
+    run()
+    driver = Driver(decoder)
+    rounds, waits, captured = list[RunRound](), driver.waits, [driver.num_graphs("round"), driver.num_graphs("phase")]
+    driver.watch(lambda step: rounds.append(step) if isinstance(step, RunRound) else None)
+    run()
+    assert rounds and not any(step.needs.grammar for step in rounds)
+    assert captured == [driver.num_graphs("round"), driver.num_graphs("phase")] == [1, 0]
+    assert driver.waits - waits <= len(rounds) + 4, "of each round the host waits for one copy, and for a few of the prompt"

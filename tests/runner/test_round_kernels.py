@@ -6,11 +6,14 @@ tests/gpu runs them for real, and each room's tests hold each kernel against its
 import pytest
 import toolkit.recurrent.targets  # noqa: F401 (the zoo has its targets by name)
 import torch
+from toolkit.checkpoints.grammars import letters_json
 from toolkit.driver import Driver
 from toolkit.kernels import HAS_GPU, use_kernels_everywhere
 from toolkit.models import Zoo, ragged_prompts
 
 from specdec import SamplingParams, SpecConfig
+from specdec.grammar.library import Grammars
+from specdec.grammar.wait import Wait
 
 pytestmark = pytest.mark.skipif(HAS_GPU, reason="the interpreter's turn; a GPU has tests/gpu")
 
@@ -36,6 +39,28 @@ def test_rounds_through_the_kernels_give_the_target_s_text(zoo: Zoo, monkeypatch
     outputs = decoder.generate(prompts, SamplingParams(max_tokens=5))
     assert [out.token_ids for out in outputs] == [zoo.greedy("llama", prompt, 24)[:5] for prompt in prompts]
     assert set(launched) == ALWAYS | TREES_ONLY
+
+
+@pytest.mark.slow
+def test_rounds_of_waiting_texts_through_the_kernels(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: columns of waiting rows in which the kernel strides from row to row as in a whole batch."""
+    decoder = zoo.decoder("llama", "eagle3", SpecConfig(2, 3, 9), page_size=4, max_batch_size=3)
+    Driver(decoder).use_grammars(Grammars(lambda: letters_json(40), 40, [39]))
+    prompts, held = ragged_prompts(40, 3, seed=1), SamplingParams(max_tokens=6, regex="[a-f]+", stop_token_ids=[39])
+    marks = ["abcdefghijklmnopqrstuvwxyz0123456789ABCDEF"[zoo.greedy("llama", p, 24)[2]] for p in prompts[:2]]
+
+    def texts(masked: bool) -> list[list[int]]:
+        requests = [decoder.new_request(prompt, held) for prompt in prompts[:2]]
+        for request, mark in zip(requests, marks, strict=True):
+            wait = Wait(None, (mark,))
+            request.wait_for(wait, None if masked else decoder.grammars.prepare(wait))
+        return [
+            out.token_ids for out in decoder.run([*requests, decoder.new_request(prompts[2], SamplingParams(max_tokens=6))])
+        ]
+
+    expected = texts(masked=True)
+    launched = use_kernels_everywhere(monkeypatch)
+    assert texts(masked=False) == expected and "launch_halt" in launched
 
 
 @pytest.mark.slow_cases

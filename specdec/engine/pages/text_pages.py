@@ -65,7 +65,8 @@ class TextPages:
         predicted, sources = (request.prediction_ids, request.source_bits) if speculates else (None, None)
         written = tuple(request.output.token_ids[:-1]) if rules or grammar or predicted else ()
         number = self.admission.text_states.number(request) if self.admission.text_states else ZEROS
-        other = rules, encoder_input, grammar, written, number, predicted, sources, request.scope
+        waits = None if request.waits is None else request.waits.led(written)
+        other = rules, encoder_input, grammar, written, number, predicted, sources, request.scope, waits
         return RowEntry(row, tables, options, speculates, *other)
 
     def next_part(self, state: RequestState, row: int, tokens: int) -> PromptPart:

@@ -10,8 +10,9 @@ from dataclasses import replace
 import torch
 
 from specdec.attention.pages import PageTable
-from specdec.batch.emitted import NewTokens
-from specdec.batch.masks import BitMasks, masked_logits
+from specdec.batch.emitted import EmittedRows, NewTokens
+from specdec.batch.grammars.masks import BitMasks, masked_logits
+from specdec.batch.grammars.waits import WaitRows
 from specdec.batch.tree import DraftTree
 from specdec.batch.trees.numbers_triton import launch_tree_numbers
 from specdec.batch.trees.states_triton import launch_commit_states, launch_state_numbers
@@ -50,7 +51,9 @@ from specdec.ops.topk import greedy_tokens, top_tokens
 from specdec.parallel.scan_triton import launch_scan_ranks
 from specdec.parallel.symmetric.flat_triton import launch_flat
 from specdec.parallel.symmetric.rows_triton import launch_rows
+from specdec.verify.accept import Accepted
 from specdec.verify.accept_triton import launch_accept
+from specdec.verify.halt_triton import launch_halt
 from toolkit.ahead.made import HIDDEN, PAGE, VOCABULARY, counts, floats, halves, here, ids, inbox_of
 
 
@@ -141,11 +144,15 @@ def verifying() -> None:
         """The columns of a batch that acceptance reads."""
 
         lens_B, bonus_B, active_B, speculates_B = counts(8), ids(8), counts(8), counts(8)
+        waiting = WaitRows.empty(8, VOCABULARY, here())
 
     for N, depth in ((60, 7), (7, 6)):
         tree = DraftTree(ids(8, N), ids(8, N), depth, is_chain=N == depth + 1)
         for sources in (None, ids(8, N)):
             launch_accept(replace(tree, sources_BN=sources), ids(8, N), State())  # type: ignore[arg-type]
+        accepted = Accepted(ids(8, depth + 1), ids(8), ids(8, depth + 1), EmittedRows.empty(8, depth + 1, here()))
+        for halts in (True, False):
+            launch_halt(State(), accepted, counts(8), ids(8), halts)  # type: ignore[arg-type]
         launch_path_tables(PageTable(counts(8, 512), PAGE), counts(8), ids(8, N), depth + 1)
         launch_state_numbers(counts(8), ids(8, 3), counts(8))
         launch_tree_numbers(tree, ids(8, N))

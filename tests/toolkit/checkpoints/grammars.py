@@ -55,10 +55,14 @@ def first_id(text: str) -> int:
     return int(byte_tokenizer(300).encode(text, add_special_tokens=False)[0])
 
 
-def letters_json(vocab_size: int) -> str:
-    """A tokenizer whose tokens are letters and digits, for targets of a small vocabulary; the last id ends a text."""
-    symbols = "abcdefghijklmnopqrstuvwxyz0123456789ABCDEF"[: vocab_size - 1]
-    inner = Tokenizer(models.BPE({symbol: number for number, symbol in enumerate(symbols)}, []))
+def letters_json(vocab_size: int, pairs: Sequence[str] = ()) -> str:
+    """A tokenizer whose tokens are letters and digits, for targets of a small vocabulary; the last id ends a text.
+
+    pairs: of letters, which are tokens too: the last ones.
+    """
+    symbols = [*"abcdefghijklmnopqrstuvwxyz0123456789ABCDEF"[: vocab_size - 1 - len(pairs)], *pairs]
+    merges = [(pair[0], pair[1]) for pair in pairs]
+    inner = Tokenizer(models.BPE({symbol: number for number, symbol in enumerate(symbols)}, merges))
     inner.decoder = decoders.ByteLevel()
     inner.add_special_tokens(["</s>"])
     return str(inner.to_str())

@@ -9,8 +9,8 @@ import pickle
 import random
 from dataclasses import replace
 
+from specdec.generation import Emitted
 from specdec.steps import (
-    Emitted,
     EnterRows,
     GrowRows,
     LeaveRows,

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from specdec import SamplingParams
 from specdec.batch.choose import choose_tokens
-from specdec.batch.masks import BitMasks
+from specdec.batch.grammars.masks import BitMasks
 from specdec.batch.sampling import RowSampling
 from specdec.batch.tables import TokenTables
 from specdec.engine.needs import RowChoice

@@ -254,6 +254,7 @@ CHOSEN: dict[str, list[str]] = {
         "tests/ops/recurrent/test_output_gate.py::test_the_kernel_equals_the_definition[False-rows1-dtype1]"
     ],
     "accept_kernel": ["tests/verify/test_kernels.py::test_acceptance_equals_the_definition[2-33-32]"],
+    "halt_kernel": ["tests/verify/test_halt.py::test_the_kernel_equals_the_definition[5-True]"],
     # Hopper's own, which take longest
     "latent_hopper_kernel": ["tests/attention/latent/test_mla_gpu.py::test_latents_of_deepseek[64-True-16 bits]"],
     "rows_hopper_kernel": ["tests/attention/sparse/test_sparse_gpu.py::test_latents_of_rows[1-dtype0]"],

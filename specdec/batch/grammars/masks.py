@@ -39,7 +39,7 @@ def masks_of_text(matcher: Any, token_ids: Sequence[int], vocab_size: int) -> Te
 def masked_logits(logits_RW: Tensor, masks: BitMasks, first: int = 0) -> Tensor:
     """[R, W] float32: the logits, with -inf for banned tokens.  first: the lowest id of the run."""
     if use_kernels(logits_RW):
-        from specdec.batch.masks_triton import launch_masked_logits
+        from specdec.batch.grammars.masks_triton import launch_masked_logits
 
         return launch_masked_logits(logits_RW, masks, first)
     B, N, W = masks.place_B.shape[0], masks.words_GNX.shape[1], logits_RW.shape[1]
