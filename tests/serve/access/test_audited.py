@@ -37,8 +37,8 @@ def numbers(served: Served) -> dict[str, float]:
 
 @pytest.mark.parametrize("log_prompts", [False, True])
 def test_operators_see_a_wrong_text(watched: SpecDecoder, tmp_path: Path, log_prompts: bool) -> None:
-    """Keeps out: a finding that only a counter knows, texts of callers in files, a switch that does not switch back, and a token
-    counted as audited that nobody was given."""
+    """Keeps out: a finding that only a counter knows, texts of callers in files, a switch that does not switch back, and a
+    token counted as audited that nobody was given."""
     with Served(watched, log_prompts=log_prompts, api_key="k") as served:
         key = {"authorization": "Bearer k"}
         assert numbers(served) == {

@@ -42,11 +42,11 @@ def prometheus(folder: Path, target: str) -> Iterator[str]:
     written = {"global": {"scrape_interval": "1s"}, "scrape_configs": [scrape]}
     (folder / "prometheus.yml").write_text(json.dumps(written))  # JSON is YAML
     flags = [
-        f"--config.file={folder}/prometheus.yml",
-        f"--storage.tsdb.path={folder}/data",
+        "--config.file=prometheus.yml",
+        "--storage.tsdb.path=data",
         f"--web.listen-address=127.0.0.1:{port}",
     ]
-    with (folder / "log").open("w") as log, subprocess.Popen([program, *flags], stdout=log, stderr=log) as process:
+    with (folder / "log").open("w") as log, subprocess.Popen([program, *flags], stdout=log, stderr=log, cwd=folder) as process:
         try:
             yield f"http://127.0.0.1:{port}"
         finally:
