@@ -192,6 +192,7 @@ def make_decoder(
     attention: str = "auto",
     deterministic: bool = False,
     ranks: Ranks | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> SpecDecoder:
     options = EngineOptions(
         device="cuda:0", dtype="bfloat16", max_batch_size=batch, max_seq_len=context + 1024, cuda_graphs=graphs,
@@ -200,7 +201,7 @@ def make_decoder(
     settings = resolve_settings(options, spec, model.config)
     settings = replace(settings, attention_backend=choose_attention(settings, model.config, *head.needs.models))
     settings = settings.with_drafter(head)
-    return SpecDecoder(model, head if spec else None, settings, Tokenizer(Path("/nonexistent")), ranks)
+    return SpecDecoder(model, head if spec else None, settings, tokenizer or Tokenizer(Path("/nonexistent")), ranks)
 
 
 def random_prompts(batch: int, context: int, vocab_size: int = 100000) -> list[list[int]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 LOWER = "abcdefghijklmnopqrstuvwxyz"
 
@@ -18,16 +19,28 @@ class Work:
     """All requests have prompts of `prompt_tokens` random ids and ask for `max_tokens` tokens.
 
     model: what the server calls the model.  vocab_size: the target's.
+    chat: fields of a chat besides its message, which then has so many random words, and its max_tokens; None: no chats.
     """
 
     model: str
     vocab_size: int
     prompt_tokens: int
     max_tokens: int
+    chat: dict[str, Any] | None = None
 
     def prompt(self, number: int) -> list[int]:
         """Token ids of the prompt of a request; its seed is its number."""
         return random.Random(number).choices(range(256, self.vocab_size), k=self.prompt_tokens)
+
+    def fields(self, number: int) -> dict[str, Any]:
+        """What the request asks for: fields of a completion, or of a chat."""
+        shared = {"model": self.model, "max_tokens": self.max_tokens, "temperature": 0, "seed": number, "stream": True}
+        if self.chat is None:
+            return {**shared, "prompt": self.prompt(number), "stream_options": {"include_usage": True}}
+        chance = random.Random(number)
+        words = "".join(f" {chance.choice(LOWER)}{chance.choice(LOWER)}" for _ in range(self.prompt_tokens))
+        usage = {"include_usage": True, "continuous_usage_stats": True}
+        return {**shared, "messages": [{"role": "user", "content": words}], "stream_options": usage, **self.chat}
 
 
 def save_tokenizer(folder: Path, vocab_size: int) -> None:

@@ -88,7 +88,7 @@ class Report:
     audited: int
 
 
-def pair_with_chat(folder: Path, **settings: object) -> SpecDecoder:
+def pair_with_chat(folder: Path, spec: SpecConfig = SpecConfig(4, 2, 8), **settings: object) -> SpecDecoder:
     """The shipped pair, with a chat template and the marks of thoughts and tools, which it has none of."""
     target = Path(shutil.copytree(shipped.target_folder(), folder / "target"))
     config = json.loads((target / "tokenizer_config.json").read_text())
@@ -99,7 +99,7 @@ def pair_with_chat(folder: Path, **settings: object) -> SpecDecoder:
         vocab[mark] = vocab.pop(character)
         tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": vocab[mark], "content": mark})
     (target / "tokenizer.json").write_text(json.dumps(tokenizer))
-    return SpecDecoder.from_pretrained(target, shipped.draft_folder(), SpecConfig(4, 2, 8), **settings)  # type: ignore[arg-type]
+    return SpecDecoder.from_pretrained(target, shipped.draft_folder(), spec, **settings)  # type: ignore[arg-type]
 
 
 def soak(decoder: SpecDecoder, plan: Plan) -> Report:
