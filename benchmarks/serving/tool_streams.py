@@ -8,8 +8,8 @@ Each of 200 clients, with the real `openai` package in processes of their own, s
 256 random words, greedy, at most 128 tokens, streamed.  Random weights accept next to nothing, on all sides alike.
 
 none      No tools.
-required  Two functions, of which one must be called: a grammar holds from the first token.  Its argument is a string that random
-          weights hardly ever end, so that nearly every stream is as long as without tools; `whole` counts those that are.
+required  Two functions, of which one must be called: a grammar holds from the first token.  The argument is a string that
+          random weights hardly ever end, so that nearly all streams are as long as without tools; `whole` counts them.
 auto      The same functions, which the model may call.  A bias on the mark that begins a call makes it do so at once, so that
           the grammar begins within the text.
 
@@ -114,7 +114,8 @@ def is_miscounted(record: Record) -> bool:
 def show(kind: str, row: dict[str, Any]) -> None:
     between = row["between_tokens_ms"]
     print(
-        f"{kind:>8}: {row['tok_s']:8.1f} tok/s {row['requests_s']:6.2f} requests/s, {row['failures']} of {row['requests']} failed, "
+        f"{kind:>8}: {row['tok_s']:8.1f} tok/s {row['requests_s']:6.2f} requests/s, {row['failures']} of {row['requests']}"
+        " failed, "
         f"{row['whole']} as long as asked; ms p50/p99: first token {pair(row['first_token_ms'])}, between tokens "
         f"{pair(between['all'])}, longest pause {row['longest_pause_ms']:.1f}; counted {row['counted_share']:.1%}",
         flush=True,

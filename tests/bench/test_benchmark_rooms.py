@@ -207,6 +207,7 @@ def test_a_gap_in_a_page_is_seen(tmp_path: Path) -> None:
         "serving.mixed_load",
         "serving.mixed_times",
         "serving.serve_soak",
+        "serving.tool_streams",
         "serving.unbounded",
     ]
 

@@ -31,11 +31,10 @@ class Handle:
         return SimpleNamespace(results_async=results_async)
 
 
-class Drafts:
+class Drafts(SimpleNamespace):
     """What a switch of drafts needs of a decoder."""
 
-    def __init__(self) -> None:
-        self.is_drafting, self.owner = True, SimpleNamespace(settle=lambda: None)
+    is_drafting: bool
 
     def set_drafting(self, enabled: bool) -> None:
         self.is_drafting = enabled
@@ -56,7 +55,8 @@ def some_replicas(dead: int = 0, is_slow: bool = False) -> tuple[list[Replica], 
         async def prepared(work: Callable[[Any], int], own: Any = set_corpus) -> int:
             return work(SimpleNamespace(set_corpus=own))
 
-        replica.decoder = SimpleNamespace(prepared=prepared, decoder=Drafts())  # type: ignore[assignment]
+        drafts = Drafts(is_drafting=True, owner=SimpleNamespace(settle=lambda: None))
+        replica.decoder = SimpleNamespace(prepared=prepared, decoder=drafts)  # type: ignore[assignment]
         replica._all_replicas = lambda: Handle(replicas, replicas[len(replicas) - dead :], is_slow)  # type: ignore[attr-defined]
     return replicas, held
 

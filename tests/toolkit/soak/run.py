@@ -25,7 +25,7 @@ from toolkit.soak.leaks import Held, held, more_of, rss
 from toolkit.soak.server import open_server
 from toolkit.traffic.audit import audited, totals_of
 
-KEY, MODEL = "soak", "soaked"
+KEY, MODEL, TREE = "soak", "soaked", SpecConfig(4, 2, 8)
 KEEP_ALIVE, SETTLED = 7, 90.0  # seconds: of idle connections, which clients close after 5; until everything must be free
 CHAT_TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool.function.name }}\n{% endfor %}"
@@ -88,7 +88,7 @@ class Report:
     audited: int
 
 
-def pair_with_chat(folder: Path, spec: SpecConfig = SpecConfig(4, 2, 8), **settings: object) -> SpecDecoder:
+def pair_with_chat(folder: Path, spec: SpecConfig = TREE, **settings: object) -> SpecDecoder:
     """The shipped pair, with a chat template and the marks of thoughts and tools, which it has none of."""
     target = Path(shutil.copytree(shipped.target_folder(), folder / "target"))
     config = json.loads((target / "tokenizer_config.json").read_text())
