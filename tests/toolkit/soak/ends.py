@@ -27,7 +27,8 @@ def reason_of(call: Call, outcome: Outcome, faults: Collection[str]) -> str | No
     if outcome.end == "left" and call.fate not in LEAVING:
         return None
     if call.invalid:
-        return {"refused": "refused, as it had to be", "left": ALLOWED["left"]}.get(outcome.end)
+        asked = {end: ALLOWED[end] for end in ("left", "busy")}  # the queue is looked at before a prompt's ids are
+        return {"refused": "refused, as it had to be", **asked}.get(outcome.end)
     if outcome.end == "failed":
         return next((name for name in faults if name in outcome.said), None)
     return ALLOWED.get(outcome.end)
