@@ -15,7 +15,7 @@ auto      The same functions, which the model may call.  A bias on the mark that
 
 Tokens of each piece are those that the server's `usage` counts.  The first piece of a call is its name, after some tokens.  A
 failure is a stream that ended in an error or without a finish reason.  Kinds run once for a while that is not counted.  Exit
-code 1: a stream failed, or the pieces of one hold more or fewer tokens than the server says it wrote.
+code 1: a stream failed, or the pieces of one hold no tokens, or more than the server says it wrote.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import os
 import platform
 import tempfile
 import time
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,7 +47,7 @@ from specdec.prompts.tokenizer import Tokenizer
 from specdec.serve.options import ServeOptions
 
 CHAIN, KEY, MODEL, BEGINS = SpecConfig(5, 1, 6), "streams", "model", "<tool_call>"
-MARKS = ("</tool_call>", BEGINS)
+MARKS, END = ("</tool_call>", BEGINS), "<end>"
 TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}"
     "{% for message in messages %}{{ message['content'] }}\n{% endfor %}:{# <tool_call> #}"
@@ -80,12 +81,13 @@ def large_decoder(folder: Path, size: Size) -> SpecDecoder:
 
     save_tokenizer(folder, TARGET.vocab_size - len(MARKS) - 1)
     inner = PreTrainedTokenizerFast.from_pretrained(folder)
-    inner.add_special_tokens({"eos_token": "<end>", "additional_special_tokens": list(MARKS)})
+    inner.add_special_tokens({"eos_token": END, "additional_special_tokens": list(MARKS)})
     inner.chat_template = TEMPLATE
     inner.save_pretrained(folder)
     torch.manual_seed(0)
     context = 2 * size.words + size.tokens
-    model, head = random_pair(context + 1024, torch.device("cuda", 0))
+    target = replace(TARGET, eos_ids=(inner.convert_tokens_to_ids(END),))  # with which a call ends, under a grammar
+    model, head = random_pair(context + 1024, torch.device("cuda", 0), target)
     return make_decoder(model, head, CHAIN, size.streams, context, "round", tokenizer=Tokenizer(folder))
 
 
