@@ -31,7 +31,7 @@ def test_hundreds_of_calls(tmp_path: Path) -> None:
     assert all(report.ends.get(end) for end in ("refused", "failed", "left")), report.ends
     assert report.structured and report.audited
     assert report.repeated > 10 and len(report.faults) >= 6, (report.repeated, report.faults)
-    assert report.plain == report.different > report.repeated and not report.unequal
+    assert report.different >= report.plain > report.different // 2 and not report.unequal, "some had to wait, and did not"
 
 
 def test_what_is_kept_is_found() -> None:
