@@ -131,7 +131,7 @@ class Auditor:
             self._is_late, waited = True, time.monotonic() - self._waiting[0].since
             self._say(
                 f"the audit is late: {len(self._waiting)} answers wait, the oldest for {waited:.0f} s, and further ones are "
-                "skipped; it compares while no request is there, so an hour of less load, or a smaller --audit, helps"
+                "skipped, because it compares only while no request is there; with a smaller audit fewer would wait"
             )
 
     def _generated(self, finished: FinishedText) -> GeneratedText:
