@@ -61,7 +61,7 @@ def more_of(before: Held, after: Held, requests: int) -> list[str]:
     """What grew between two moments in which nothing ran, with so many requests between them.
 
     Memory may grow by 32 MiB in all: allocators keep what they were given, and rare sizes of batches need buffers of their own.
-    Objects of the server's types may become more by one in a hundred requests, or 24, and containers longer by one in ten, or 48,
+    Objects of the server's types may become more by one in a hundred requests, or 24, containers longer by one in ten, or 48,
     which leaves room for caches that fill up: what tokens do to a text that waits for its call is kept, for example.
     """
     found = [f"threads: {after.threads - before.threads}"] if after.threads - before.threads else []
