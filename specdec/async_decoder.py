@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
-from specdec.config import SamplingParams, SpecConfig
+from specdec.config import SamplingParams, SpecConfig, names_settings
 from specdec.decoder import SpecDecoder, check_one_prompt
 from specdec.draft.kind import Draft
 from specdec.engine.engine_thread import EngineThread
@@ -95,6 +95,7 @@ class AsyncSpecDecoder:
         """What broke the engine for good; None while it works."""
         return self.decoder.owner.failure
 
+    @names_settings
     async def generate(
         self,
         prompt: Any,
@@ -114,6 +115,7 @@ class AsyncSpecDecoder:
         how: dict[str, Any] = {"speculate": speculate, "trees": trees, "cache_salt": cache_salt}
         return await self.run(await self.new_request(prompt, sampling, **how))
 
+    @names_settings
     def stream(
         self,
         prompt: Any,

@@ -61,7 +61,9 @@ def warn_caller(message: str, within: Collection[str]) -> None:
 def require_int(name: str, value: Any, low: int, high: float = math.inf) -> int:
     """The value as an int, if it is an integer of Python or numpy within [low, high].  A bool is refused."""
     if not is_number(type(value), Integral):
-        raise TypeError(f"{name} must be an int, got {shown(value)} of type {type(value).__name__}")
+        number = _number_in(value)
+        near = "" if number is None else f"; nearest setting that works: {name}={int(min(max(number, low), high))}"
+        raise TypeError(f"{name} must be an int, got {shown(value)} of type {type(value).__name__}{near}")
     if not low <= value <= high:
         bounds = f">= {low}" if high == math.inf else f"in [{low}, {int(high)}]"
         nearest = low if value < low else int(high)
@@ -72,14 +74,26 @@ def require_int(name: str, value: Any, low: int, high: float = math.inf) -> int:
 def require_float(name: str, value: Any, low: float, high: float, *, above_low: bool = False) -> float:
     """The value as a float, if it is a finite number of Python or numpy within [low, high] (or (low, high])."""
     if not is_number(type(value), Real):
-        raise TypeError(f"{name} must be a number, got {shown(value)} of type {type(value).__name__}")
+        number = _number_in(value)
+        works = number is not None and low <= number <= high and not (above_low and number == low)
+        near = f"; nearest setting that works: {name}={number}" if works else ""
+        raise TypeError(f"{name} must be a number, got {shown(value)} of type {type(value).__name__}{near}")
     if not low <= value <= high or (above_low and value == low):
         bounds = f"{'(' if above_low else '['}{low}, {high}]"
         nearest = high if value > low else low
-        works = f"a {name} above {low}" if above_low and nearest == low else f"{name}={nearest}"
-        hint = f"; nearest setting that works: {works}"
+        setting = f"a {name} above {low}" if above_low and nearest == low else f"{name}={nearest}"
+        hint = f"; nearest setting that works: {setting}"
         raise ValueError(f"{name} must be in {bounds}, got {value}{hint}")
     return float(value)
+
+
+def _number_in(value: Any) -> float | None:
+    """The finite number that a text or a float stands for; None if there is none."""
+    try:
+        number = float(value) if isinstance(value, str | float) else math.nan
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
 
 
 def bytes_of(text: str) -> int | None:
@@ -154,8 +168,9 @@ def require_file(name: str, value: Any) -> Any:
 
 
 def require_bool(name: str, value: Any, nearest: bool) -> bool:
-    """The value, if it is True or False.  nearest: the setting that the error proposes."""
+    """The value, if it is True or False.  nearest: the setting that the error proposes for what looks like neither."""
     if not isinstance(value, bool):
+        nearest = {"true": True, "1": True, "false": False, "0": False}.get(str(value).lower(), nearest)
         raise TypeError(f"{name} must be a bool, got {shown(value)}; nearest setting that works: {name}={nearest}")
     return value
 

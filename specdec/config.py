@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
-from typing import Any, Literal, get_args
+from functools import partial, wraps
+from inspect import signature
+from typing import Any, Literal, ParamSpec, TypeVar, get_args
 
 from specdec import checks
 from specdec.grammar.keywords import schema_as_json
@@ -20,6 +21,8 @@ OF_DRAFTS = ("prediction", "sources", "shape")  # the fields of SamplingParams t
 LogprobsMode = Literal["raw", "processed"]
 GrammarKind = Literal["json_schema", "regex", "grammar"]  # the fields of SamplingParams that say what the text must be
 GraphMode = Literal["round", "step", False]  # one CUDA graph a round, one a phase, or none
+Asked = ParamSpec("Asked")  # arguments of a method
+Given = TypeVar("Given")  # its result
 MAKERS = (__name__, "dataclasses", "copy")  # modules that make options for whoever is to be warned
 
 
@@ -229,3 +232,23 @@ def changed_options(sampling: SamplingParams) -> list[str]:
 def idle_options(temperature: float, given: Collection[str]) -> list[str]:
     """Of the options that were given, those without effect at this temperature: greedy decoding looks at none of NOT_GREEDY."""
     return [name for name in NOT_GREEDY if name in given] if temperature == 0 else []
+
+
+# ---- arguments of a decoder's methods ----
+
+
+def names_settings(call: Callable[Asked, Given]) -> Callable[Asked, Given]:
+    """The method with an error of its own for an argument that it does not have: most are options of SamplingParams."""
+    known = [name for name in signature(call).parameters if name != "self"]
+
+    @wraps(call)
+    def checked(*args: Asked.args, **kwargs: Asked.kwargs) -> Given:
+        for name, value in kwargs.items():
+            if name not in known:
+                alike = checks.nearest_name(name, [*known, *SAMPLING_OPTIONS])
+                option = alike if alike in SAMPLING_OPTIONS else ""
+                works = f"SamplingParams({option}={checks.shown(value)}) as `sampling`" if option else alike or "leave it out"
+                raise TypeError(f"{call.__name__} has no argument {name!r}; nearest thing that works: {works}")
+        return call(*args, **kwargs)
+
+    return checked

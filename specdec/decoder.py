@@ -14,7 +14,7 @@ from specdec.chat.form import AUTO, REASONING_PARSERS, TOOL_PARSERS
 from specdec.chat.reply import Reply, read_reply
 from specdec.chat.tools import read_rules
 from specdec.checks import require_bool, require_choice, require_int
-from specdec.config import SamplingParams, SpecConfig
+from specdec.config import SamplingParams, SpecConfig, names_settings
 from specdec.draft.kind import Draft
 from specdec.engine.request import Request
 from specdec.generation import Chunk, Generation, TokenLogprob
@@ -136,6 +136,7 @@ class SpecDecoder(LoadedDecoder):
         outputs = self.generate(prompts, SamplingParams(1, prompt_logprobs=top), speculate=False, progress=progress)
         return [output.prompt_logprobs or [] for output in outputs]
 
+    @names_settings
     def chat(
         self,
         messages: Sequence[Any],
@@ -212,6 +213,7 @@ class SpecDecoder(LoadedDecoder):
 
         return record(self, prompts, sampling, speculate=speculate, times=times)
 
+    @names_settings
     def stream(
         self,
         prompt: Any,

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, NoReturn, Self
 
 from specdec.checks import about, nearest_name, require_bool, require_text, shown
-from specdec.config import SamplingParams, SpecConfig
+from specdec.config import SamplingParams, SpecConfig, names_settings
 from specdec.draft.drafter import DraftModel
 from specdec.engine.engine_thread import EngineThread
 from specdec.engine.loop import Engine
@@ -176,6 +176,7 @@ class LoadedDecoder:
 
     # ---- requests ----
 
+    @names_settings
     def generate(
         self,
         prompts: Any,

@@ -5,20 +5,24 @@ Every fault is a ValueError or TypeError that begins with the name of what is wr
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from specdec.checks import mark, nearest_name, shown
-from specdec.grammar.keywords import schema_as_json
+from specdec.grammar.keywords import held_part, schema_as_json
 
 MAX_TOOLS = 128  # OpenAI's limit
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}  # where nobody says, as OpenAI
 EXAMPLE = '{"type": "function", "function": {"name": ..., "parameters": {...}}}'
 # Keywords of a schema that may allow properties besides those it names.
-OPEN = {"additionalProperties", "unevaluatedProperties", "patternProperties", "$ref", "allOf", "anyOf", "oneOf", "if"}
+OPEN = {
+    "additionalProperties", "unevaluatedProperties", "patternProperties", "$ref", "allOf", "anyOf", "oneOf", "if",
+    "dependentSchemas", "dependencies",
+}  # fmt: skip
 TOOL_FIELDS, FUNCTION_FIELDS = ("type", "function"), ("name", "description", "parameters", "strict")
 Choice = Literal["none", "auto", "required"]
 
@@ -83,7 +87,7 @@ def _tools(value: Any) -> tuple[Tool, ...]:
 
 
 def _tool(value: Any, name: str) -> Tool:
-    kind = value.get("type") if isinstance(value, Mapping) else None
+    kind = value.get("type", "function") if isinstance(value, Mapping) else None
     if not isinstance(value, Mapping) or kind != "function" or not isinstance(value.get("function"), Mapping):
         other = f", got one of type {kind!r}, which no model here can call" if kind not in (None, "function") else ""
         raise _fault(ValueError, name, f"must be {EXAMPLE}{other or f', got {shown(value)}'}")
@@ -99,23 +103,28 @@ def _tool(value: Any, name: str) -> Tool:
         if (held := function.get(key)) is not None and not isinstance(held, kinds):
             raise _fault(TypeError, f"{name}.function.{key}", f"must be {what}, got {shown(held)}")
     parameters = function.get("parameters")
-    checked = NOTHING if parameters is None else _schema(parameters, f"{name}.function.parameters")
+    is_strict = function.get("strict") is True
+    checked = NOTHING if parameters is None else _schema(parameters, f"{name}.function.parameters", is_strict)
     # Templates write a description and parameters without asking whether there are any.
     told = {"description": "", "parameters": NOTHING, **{key: held for key, held in function.items() if held is not None}}
     return Tool(called, checked, {"type": "function", "function": told})
 
 
-def _schema(value: Any, name: str) -> Mapping[str, Any]:
+def _schema(value: Any, name: str, is_strict: bool) -> Mapping[str, Any]:
+    """The schema as arguments are held to it: whatever of it can't be held is an error later, where it is strict."""
     try:
-        schema_as_json("json_schema", value)
+        value = json.loads(schema_as_json("json_schema", value))
     except (TypeError, ValueError) as error:
         raise _fault(type(error), name, str(error).removeprefix("json_schema ")) from None
+    is_open = "properties" not in value or not OPEN.isdisjoint(value)
+    if not is_strict:
+        value = held_part(value)
     if value == {}:
         return NOTHING
     kind = value.get("type", "object")
     if kind != "object":
         raise _fault(ValueError, name, f"must be the schema of an object, got the type {shown(kind)}; nearest: 'object'")
-    if "properties" not in value or not OPEN.isdisjoint(value):
+    if is_open:
         return {"type": "object", **value}
     return {"type": "object", **value, "additionalProperties": False}  # a function takes no argument that it does not name
 

@@ -188,19 +188,23 @@ def is_chat(value: Any) -> bool:
 def chat_fault(messages: Any, name: str) -> str:
     """A message that says why the value is no list of chat messages; empty if it is one."""
     if not isinstance(messages, list | tuple) or not messages:
-        return f"{name} must be a list of chat messages that is not empty, got {messages!r}"[:400]
+        nearest = f"[{messages!r}]" if isinstance(messages, Mapping) else "[{'role': 'user', 'content': ...}]"
+        expected = f"{name} must be a list of chat messages that is not empty, got {messages!r}"[:300]
+        return f"{expected}; nearest thing that works: {nearest[:100]}"
     for i, message in enumerate(messages):
         where = f"{name}[{i}]"
         if not isinstance(message, Mapping):
             return f"{where} must be a chat message, got {message!r}"[:400]
         if missing := [key for key in ("role", "content") if key not in message]:
-            return f"{where} lacks {missing[0]!r}"
+            nearest = "'user'" if missing[0] == "role" else "''"
+            return f"{where} lacks {missing[0]!r}; nearest setting that works: {nearest}"
         role, content = message["role"], message["content"]
         if not isinstance(role, str) or not role:
             return f"{where}['role'] must be a string such as 'user', got {role!r}"[:400]
         calls_tools = content is None and bool(message.get("tool_calls"))
         if not isinstance(content, str) and not calls_tools:
-            return f"{where}['content'] must be a string, got {content!r} of type {type(content).__name__}"[:400]
+            said = f"{where}['content'] must be a string, got {content!r} of type {type(content).__name__}"[:300]
+            return f"{said}; nearest setting that works: {('' if content is None else str(content))[:100]!r}"
     return ""
 
 

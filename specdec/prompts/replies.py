@@ -49,7 +49,8 @@ def _named(error: ValueError, rules: ToolRules, grammars: Grammars) -> ValueErro
             except ValueError as fault:
                 name = f"tools[{index}].function.parameters"
                 said = f"{fault}".removeprefix("json_schema ")
-                wrong = ValueError(f"{name} {said}; nearest thing that works: a schema without what the message names")
+                works = "a smaller schema, or its parts in $defs" if "too large" in said else "a schema without what this names"
+                wrong = ValueError(f"{name} {said}; nearest thing that works: {works}")
                 mark(wrong, name)
                 return wrong
     wrong = ValueError(f"tools can't be called: {error}")

@@ -21,7 +21,7 @@ from toolkit.families import COMMON, FAMILIES
 from toolkit.models import Zoo
 from transformers import CONFIG_MAPPING
 
-from specdec import SamplingParams, SpecConfig, SpecDecoder
+from specdec import AsyncSpecDecoder, SamplingParams, SpecConfig, SpecDecoder
 from specdec.attention.capabilities import choose_backend
 from specdec.attention.capability import KV_DTYPES
 from specdec.attention.needs import AttentionNeeds
@@ -48,7 +48,7 @@ SPEC_ERRORS = [
 ]
 SAMPLING_ERRORS = [
     (dict(max_tokens=0), ValueError, "max_tokens must be >= 1, got 0; nearest .* max_tokens=1"),
-    (dict(max_tokens=1.0), TypeError, "max_tokens must be an int, got 1.0"),
+    (dict(max_tokens=1.0), TypeError, "max_tokens must be an int, got 1.0 of type float; nearest .* max_tokens=1$"),
     (dict(temperature=-1), ValueError, "temperature must be in \\[0.0, 100.0\\], got -1; nearest .* temperature=0.0"),
     (dict(temperature=1e-9), ValueError, "temperature must be 0 .* got 1e-09; nearest: 0"),
     (dict(temperature=float("nan")), ValueError, "temperature must be in .* got nan"),
@@ -57,7 +57,7 @@ SAMPLING_ERRORS = [
     (dict(top_p=1.5), ValueError, "top_p .* got 1.5; nearest .* top_p=1.0"),
     (dict(top_k=-1), ValueError, "top_k must be in .*, got -1; nearest .* top_k=0"),
     (dict(seed=2**63), ValueError, "seed must be in .* got 9223372036854775808"),
-    (dict(seed=1.5), TypeError, "seed must be an int, got 1.5"),
+    (dict(seed=1.5), TypeError, "seed must be an int, got 1.5 of type float; nearest .* seed=1$"),
     (dict(stop=3), TypeError, "stop must be .* got 3"),
     (dict(stop=["a", 3]), TypeError, "stop must be a string or a list of strings, got 3"),
     (dict(stop=""), ValueError, "stop must not hold an empty string"),
@@ -206,6 +206,19 @@ def test_generate(decoder: SpecDecoder, call: Callable[[SpecDecoder], Any], erro
     with pytest.raises(error, match=match):
         call(decoder)
     Driver(decoder).assert_nothing_leaked()
+
+
+def test_options_as_arguments_are_shown_their_place(decoder: SpecDecoder) -> None:
+    """Keeps out: Python's own error, which names a class that the caller has never seen, and no way on."""
+    for call in (decoder.generate, decoder.stream, decoder.chat, AsyncSpecDecoder.generate, AsyncSpecDecoder.stream):
+        ask: Callable[..., Any] = call
+        for given, works in (
+            ({"max_tokens": 6}, r"SamplingParams\(max_tokens=6\) as `sampling`$"),
+            ({"temprature": 1}, r"SamplingParams\(temperature=1\)"),
+            ({"samplings": 1}, "works: sampling$"),
+        ):
+            with pytest.raises(TypeError, match=rf"^{call.__name__} has no argument '{next(iter(given))}'; .*{works}"):
+                ask("a", **given)
 
 
 def test_no_prompt_is_an_error(decoder: SpecDecoder) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -18,8 +19,8 @@ WRONG = {"type": "string", "maxlength": 3}
         (WRONG, "unknown keyword 'maxlength' at #; .* nearest setting that works: maxLength$"),
         ({"type": "object", "propertes": {}}, "'propertes' at #; .* works: properties$"),
         (
-            {"properties": {"age": {"type": ["integer"], "nullable": True}}},
-            r"'nullable' at #/properties/age; .*, .null",
+            {"properties": {"age": {"type": ["integer"], "nullable": "yes"}}},
+            r"true or false for nullable at #/properties/age, got 'yes'; .*, .null",
         ),
         ({"type": "string", "zzz": 1}, "'zzz' at #; .* works: leave it out$"),
         ({"type": "object", "x-guidance": 5}, "must have an object for x-guidance, .* got 5; .* works: leave it out$"),
@@ -59,3 +60,17 @@ def test_what_is_no_keyword_is_left_alone() -> None:
         deep = {"type": "array", "items": deep}
     for schema in [*taken, deep]:
         SamplingParams(json_schema=schema)
+
+
+def test_nullable_becomes_a_type() -> None:
+    """As smolagents writes optional arguments.  Keeps out: an agent that can't run at all, null where nobody allowed it, and a
+    property called so that is lost."""
+    text = {"type": "string", "nullable": True}
+    held = {"a": text, "b": {"type": ["integer", "null"], "nullable": True}, "c": {"type": "string", "nullable": False}}
+    given = {"type": "object", "properties": {**held, "nullable": {"enum": [text]}, "d": {"items": {**text, "title": "T"}}}}
+    or_null = {"type": ["string", "null"]}
+    expected = {"a": or_null, "b": {"type": ["integer", "null"]}, "c": {"type": "string"}, "nullable": {"enum": [text]}}
+    for schema in (given, json.dumps(given)):
+        read = json.loads(str(SamplingParams(json_schema=schema).json_schema))["properties"]
+        assert read == {**expected, "d": {"items": {**or_null, "title": "T"}}}
+    assert given["properties"]["a"] is text and "nullable" in text  # type: ignore[index]  # the caller's own is as it was

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from specdec.chat.tools import ToolRules
@@ -12,6 +13,7 @@ from specdec.serve.wire import fields
 from specdec.serve.wire.errors import wrong
 
 CALL_FIELDS, FUNCTION_FIELDS = ("id", "type", "function", "index"), ("name", "arguments")
+EMPTY = ("assistant", "tool")  # roles whose messages may have no content: an answer that was cut off, a tool that says nothing
 OF_ROLE = {"tool_calls": "assistant", "reasoning_content": "assistant", "tool_call_id": "tool"}  # fields of one role alone
 
 
@@ -49,7 +51,8 @@ def effort_of(values: dict[str, Any]) -> str | None:
     effort = values.get("reasoning_effort")
     if effort is not None and not (isinstance(effort, str) and effort in fields.EFFORTS):
         listed = ", ".join(fields.EFFORTS)
-        near = (nearest_name(effort[:100], fields.EFFORTS) if isinstance(effort, str) else "") or "medium"
+        near = "xhigh" if effort == "max" else ""
+        near = near or (nearest_name(effort[:100], fields.EFFORTS) if isinstance(effort, str) else "") or "medium"
         raise wrong("reasoning_effort", f"reasoning_effort must be one of {listed}, got {shown(effort)}; nearest: {near!r}")
     return effort
 
@@ -65,7 +68,9 @@ def text_part(part: Any, name: str) -> str:
         raise wrong(
             name, f"{expected}, got one of type {kind[:40]!r}: of a model that reads images, only its text model runs here"
         )
-    raise wrong(name, f"{expected}, got {shown(part)}")
+    text = part if isinstance(part, str) else part.get("text", part.get("refusal")) if isinstance(part, dict) else None
+    nearest = f"; nearest: {{'type': 'text', 'text': {shown(text)}}}" if isinstance(text, str) else ""
+    raise wrong(name, f"{expected}, got {shown(part)}{nearest}")
 
 
 def _flag(values: dict[str, Any], name: str, default: bool) -> bool:
@@ -83,6 +88,8 @@ def _message(message: Any, name: str) -> Any:
         kept["content"] = "".join(text_part(part, f"{name}.content[{i}]") for i, part in enumerate(kept["content"]))
     if kept.get("tool_calls") == []:
         del kept["tool_calls"]
+    if "reasoning" in kept:
+        kept.setdefault("reasoning_content", kept.pop("reasoning"))
     for key, role in OF_ROLE.items():
         if key in kept and kept.get("role") != role:
             raise wrong(f"{name}.{key}", f"{name}.{key} is for messages of the role {role!r}; nearest: leave it out")
@@ -92,6 +99,8 @@ def _message(message: Any, name: str) -> Any:
     if "tool_calls" in kept:
         kept["tool_calls"] = _calls(kept["tool_calls"], f"{name}.tool_calls")
         kept.setdefault("content", None)
+    elif kept.get("role") in EMPTY:
+        kept.setdefault("content", "")
     return kept
 
 
@@ -112,7 +121,8 @@ def _call(value: Any, name: str) -> dict[str, Any]:
     held = fields.only_used(said, FUNCTION_FIELDS, {}, f"{name}.function.")
     for key in FUNCTION_FIELDS:
         if not isinstance(held.get(key), str):
-            raise wrong(f"{name}.function.{key}", f"{name}.function.{key} must be a text, got {shown(held.get(key))}")
+            nearest = f"; nearest: {json.dumps(held.get(key) or {})[:100]!r}" if key == "arguments" else ""
+            raise wrong(f"{name}.function.{key}", f"{name}.function.{key} must be a text, got {shown(held.get(key))}{nearest}")
     if not isinstance(call.get("id", ""), str):
         raise wrong(f"{name}.id", f"{name}.id must be a text, got {shown(call['id'])}")
     return {**({"id": call["id"]} if "id" in call else {}), "type": "function", "function": held}

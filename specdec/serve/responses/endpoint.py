@@ -16,6 +16,7 @@ from specdec.serve.middleware import ENTRY
 from specdec.serve.responses.output import ResponseHeading, items_of, status_of
 from specdec.serve.responses.request import chat_body, rename
 from specdec.serve.responses.stream import ResponseWriter
+from specdec.serve.responses.tools import namespaces_of
 from specdec.serve.state import ServerState
 from specdec.serve.stream import EventStream
 from specdec.serve.wire.errors import ApiError
@@ -56,5 +57,5 @@ async def _answer(state: ServerState, request: Request, body: dict[str, Any], ch
     (generation,) = generations
     reply = Reply(generation.text, None, ()) if made.reader is None else read_reply(made.reader(), generation.text)
     logprobs = chat_logprobs(generation.logprobs, state.piece)["content"] if generation.logprobs else []
-    items = items_of(reply, status_of(generation), logprobs)
+    items = items_of(reply, status_of(generation), logprobs, namespaces_of(body.get("tools")))
     return JSONResponse(heading.finished(plan, generation, items))

@@ -5,13 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from specdec.checks import shown
+from specdec.serve.responses.tools import in_namespace
 from specdec.serve.wire.errors import wrong
 from specdec.serve.wire.fields import only_used
 
 PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 ROLES = {"developer": "system"}  # chat templates know the older name
 MESSAGE = ("type", "role", "content", "id", "status", "phase")
-CALL, OUTPUT = ("type", "id", "call_id", "name", "arguments", "status"), ("type", "id", "call_id", "output", "status")
+# What the openai package has parsed is its own copy of the arguments.
+CALL = ("type", "id", "call_id", "name", "namespace", "arguments", "parsed_arguments", "status")
+OUTPUT = ("type", "id", "call_id", "output", "status")
 THOUGHT = ("type", "id", "summary", "content", "encrypted_content", "status")
 
 
@@ -68,12 +71,15 @@ class _History:
             self.messages.append({**answer, "tool_call_id": told.get("call_id")})
         else:
             kinds = "message, reasoning, function_call, function_call_output"
-            kept = "; this server keeps no items" if kind == "item_reference" else ""
+            kept = ""
+            if kind == "item_reference":  # the AI SDK sends these, unless it is told to store nothing
+                kept = "; this server keeps no items, nearest thing that works: store=false, with which clients send them whole"
             raise wrong(f"{name}.type", f"{name}.type must be one of {kinds}, got {shown(kind)}{kept}")
 
     def _call(self, told: dict[str, Any]) -> None:
         call = {"id": told.get("call_id"), "type": "function"}
-        call["function"] = {"name": told.get("name"), "arguments": told.get("arguments")}
+        name = in_namespace(told.get("namespace"), told.get("name"))
+        call["function"] = {"name": name, "arguments": told.get("arguments")}
         if not self.messages or self.messages[-1]["role"] != "assistant":
             self.messages.append({"role": "assistant", "content": None, "tool_calls": []})
             self._take_thought()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from specdec.chat.reply import Reply
 from specdec.generation import Generation
+from specdec.serve.responses.tools import called
 from specdec.serve.wire.answers import usage
 from specdec.serve.wire.requests import RequestPlan
 
@@ -71,17 +72,20 @@ def thought_item(text: str = "", status: str = "completed") -> dict[str, Any]:
     return {"id": new_id("rs"), "type": "reasoning", "summary": [], "content": content, "status": status}
 
 
-def call_item(name: str, call_id: str, arguments: str = "", status: str = "completed") -> dict[str, Any]:
-    told = {"call_id": call_id, "name": name, "arguments": arguments, "status": status}
-    return {"id": new_id("fc"), "type": "function_call", **told}
+def call_item(which: Mapping[str, str], call_id: str, arguments: str = "", status: str = "completed") -> dict[str, Any]:
+    """which: the fields that say which function is called."""
+    return {"id": new_id("fc"), "type": "function_call", "call_id": call_id, **which, "arguments": arguments, "status": status}
 
 
-def items_of(reply: Reply, status: str, logprobs: Sequence[Any]) -> list[dict[str, Any]]:
-    """The items of a whole answer, as a stream has them.  status: of the last one.  logprobs: of its tokens, as in a chat."""
+def items_of(reply: Reply, status: str, logprobs: Sequence[Any], namespaces: Mapping[str, str]) -> list[dict[str, Any]]:
+    """The items of a whole answer, as a stream has them.
+
+    status: of the last one.  logprobs: of its tokens, as in a chat.  namespaces: of functions, by the chat's names.
+    """
     items = [] if reply.thought is None else [thought_item(reply.thought)]
     if reply.content or not (items or reply.calls):
         items.append(message_item(reply.content, logprobs=logprobs))
-    items += [call_item(call.name, call.id, call.arguments) for call in reply.calls]
+    items += [call_item(called(call.name, namespaces), call.id, call.arguments) for call in reply.calls]
     items[-1]["status"] = status
     return items
 

@@ -9,10 +9,12 @@ from typing import Any
 from specdec.checks import shown
 from specdec.serve.responses.history import read_input
 from specdec.serve.responses.output import ECHOED
+from specdec.serve.responses.tools import read_choice, read_tools
 from specdec.serve.wire.errors import ApiError, wrong
 from specdec.serve.wire.fields import EXTENSIONS, SAMPLING_FIELDS, SILENT_FIELDS, UNSUPPORTED, only_used
 
 RESPONSES = "/v1/responses"
+SILENT = (*SILENT_FIELDS, "client_metadata")  # the last one is Codex' own
 HISTORY = "this server keeps no responses; nearest thing that works: send the whole history as input"
 # Fields that would need a memory of responses, or a service that is none of this server's.
 ELSEWHERE = {
@@ -52,7 +54,7 @@ CALLED = {
 def chat_body(body: dict[str, Any], lenient: bool = False) -> dict[str, Any]:
     """The body of the chat that is asked for.  ApiError 400 with the name of the field that is wrong."""
     _check_echoed(body)
-    body = {name: value for name, value in body.items() if name not in SILENT_FIELDS or name in ELSEWHERE}
+    body = {name: value for name, value in body.items() if name not in SILENT or name in ELSEWHERE}
     for name, why in ELSEWHERE.items():
         if body.get(name) not in (None, False):
             raise wrong(name, f"{name} can't be used: {why}", UNSUPPORTED)
@@ -62,9 +64,9 @@ def chat_body(body: dict[str, Any], lenient: bool = False) -> dict[str, Any]:
     chat = {name: values[name] for name in ("model", "parallel_tool_calls", "stream", "stop", *SAME) if name in values}
     chat["messages"] = read_input(values.get("input"), values.get("instructions"))
     if (tools := values.get("tools")) is not None:
-        chat["tools"] = _tools(tools)
+        chat["tools"] = read_tools(tools)
     if (choice := values.get("tool_choice")) is not None:
-        chat["tool_choice"] = _choice(choice)
+        chat["tool_choice"] = read_choice(choice)
     if "max_output_tokens" in values:
         chat["max_tokens"] = values["max_output_tokens"]
     if (form := _text_format(values.get("text"))) is not None:
@@ -106,29 +108,6 @@ def _object(name: str, value: Any, used: tuple[str, ...]) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise wrong(name, f"{name} must be an object, got {shown(value)}")
     return only_used(value, used, {}, f"{name}.")
-
-
-def _tools(value: Any) -> Any:
-    """The tools as a chat has them.  What is wrong with a function the chat's reader says."""
-    if not isinstance(value, list):
-        raise wrong("tools", f"tools must be a list, got {shown(value)}")
-    return [_tool(each, f"tools[{index}]") for index, each in enumerate(value)]
-
-
-def _tool(value: Any, name: str) -> Any:
-    if not isinstance(value, dict) or value.get("type") != "function":
-        expected = (
-            f'{name} must be {{"type": "function", "name": ..., "parameters": {{...}}}}: this server runs no tools itself'
-        )
-        raise wrong(name, f"{expected}; got {shown(value)}")
-    told = only_used(value, ("type", "name", "description", "parameters", "strict"), {}, f"{name}.")
-    return {"type": "function", "function": {key: each for key, each in told.items() if key != "type"}}
-
-
-def _choice(value: Any) -> Any:
-    if isinstance(value, dict) and value.get("type") == "function" and isinstance(value.get("name"), str):
-        return {"type": "function", "function": {"name": value["name"]}}
-    return value
 
 
 def _text_format(value: Any) -> dict[str, Any] | None:

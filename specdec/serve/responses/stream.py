@@ -10,6 +10,7 @@ from specdec.chat.reply import ReplyReader
 from specdec.chat.said import Said
 from specdec.generation import Chunk, FinishReason, Generation
 from specdec.serve.responses.output import ResponseHeading, call_item, message_item, thought_item
+from specdec.serve.responses.tools import called, namespaces_of
 from specdec.serve.wire.answers import shown
 from specdec.serve.wire.errors import ApiError
 from specdec.serve.wire.logprobs import Piece, chat_logprobs
@@ -24,6 +25,7 @@ class ResponseWriter:
 
     def __init__(self, heading: ResponseHeading, plan: RequestPlan, piece: Piece, reader: ReplyReader | None) -> None:
         self._heading, self._plan, self._piece, self._reader = heading, plan, piece, reader
+        self._namespaces = namespaces_of(heading.body.get("tools"))
         self._number = 0  # of the next event
         self._items: list[dict[str, Any]] = []
         self._kind: str | None = None  # of the last item, while it is open: content, thought or call
@@ -59,7 +61,8 @@ class ResponseWriter:
     def _write(self, said: Said, logprobs: Sequence[Any]) -> bytes:
         events = b""
         if said.kind == "call":
-            return self._close() + self._open("call", call_item(said.text, said.id, status="in_progress"))
+            item = call_item(called(said.text, self._namespaces), said.id, status="in_progress")
+            return self._close() + self._open("call", item)
         if said.kind == "arguments":
             self._items[-1]["arguments"] += said.text
             return self._event(f"{ARGUMENTS}.delta", **self._at(), delta=said.text)

@@ -66,9 +66,16 @@ ELSEWHERE = {
     "max_output_tokens": "max_tokens", "n_predict": "max_tokens", "min_new_tokens": "min_tokens", "stop_sequences": "stop",
     "repeat_penalty": "repetition_penalty", "num_return_sequences": "n", "do_sample": "temperature",
     "enable_thinking": 'chat_template_kwargs {"enable_thinking": false}', "thinking": "chat_template_kwargs",
-    "chat_template": "the server's flag --chat-template",
+    "chat_template": "the server's flag --chat-template", "think": "chat_template_kwargs", "extra_body": "what it holds",
+    "num_ctx": "the server's flag --max-seq-len", "input": "messages", "system": "a message of the role 'system'",
+    "options": "what it holds", "usage": 'stream_options {"include_usage": true}',
+    "response_format.schema": "json_schema", "response_format.json_schema.type": "schema",
+    "response_format.pattern": 'structured_outputs {"regex": ...}',
 }  # fmt: skip
-MESSAGE_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
+# OpenAI's older fields, and what says the same now.
+INSTEAD = {"functions": "tools", "function_call": "tool_choice"}
+# reasoning is vLLM's and OpenRouter's name of reasoning_content.
+MESSAGE_FIELDS = ("role", "reasoning", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
 NEUTRAL_MESSAGE_VALUES: dict[str, tuple[Any, ...]] = {  # what an answer of this server holds too, sent back as history
     "refusal": (), "audio": (), "annotations": ([],), "function_call": (), "parsed": (),
 }  # fmt: skip
@@ -101,15 +108,14 @@ def only_used(values: dict[str, Any], used: tuple[str, ...], neutral: dict[str, 
         full = f"{where}{name[:100]}"
         if name in used:
             kept[name] = value
-        elif name not in neutral:
+        elif name not in neutral and value is not None:
             alike = ELSEWHERE.get(full) or nearest_name(name[:100], [*used, *neutral])
-            hint = f"; nearest: {alike}" if alike else ""
-            raise wrong(full, f"{full} is not supported: there is no such field{hint}", UNKNOWN_FIELD)
+            hint = f"nearest: {alike or 'leave it out'}"
+            raise wrong(full, f"{full} is not supported: there is no such field; {hint}", UNKNOWN_FIELD)
         elif value is not None and not any(_is_same(value, allowed) for allowed in neutral[name]):
             accepted = "".join(f" or send {json.dumps(allowed)}" for allowed in neutral[name][:1])
-            raise wrong(
-                full, f"{full} is not supported by this server; nearest thing that works: leave it out{accepted}", UNSUPPORTED
-            )
+            works = INSTEAD.get(full) or ("tool_calls" if name == "function_call" else f"leave it out{accepted}")
+            raise wrong(full, f"{full} is not supported by this server; nearest thing that works: {works}", UNSUPPORTED)
     return {name: value for name, value in kept.items() if value is not None}
 
 

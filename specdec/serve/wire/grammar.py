@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from specdec.checks import nearest_name
 from specdec.serve.wire.errors import wrong
 from specdec.serve.wire.fields import only_used
 
@@ -36,8 +37,10 @@ def _response_format(value: Any) -> Any:
     """The schema; None: the text may be anything."""
     kind = value.get("type") if isinstance(value, dict) else None
     if kind not in TYPES:
+        said = kind if isinstance(kind, str) else value if isinstance(value, str) else ""
+        near = 'structured_outputs {"regex": ...}' if said == "regex" else f'{{"type": "{_nearest_type(said)}"}}'
         expected = f"response_format must be an object whose type is one of {', '.join(TYPES)}"
-        raise wrong("response_format", f"{expected}, got {value!r}"[:400])
+        raise wrong("response_format", f"{expected}, got {value!r}"[:300] + f"; nearest: {near}")
     if kind != "json_schema":
         only_used(value, ("type",), {}, "response_format.")
         return ANY_OBJECT if kind == "json_object" else None
@@ -54,6 +57,10 @@ def _response_format(value: Any) -> Any:
     if not isinstance(schema, dict):
         raise wrong(f"{name}.schema", f"{name}.schema must be a JSON schema, an object, got {schema!r}"[:400])
     return schema
+
+
+def _nearest_type(said: str) -> str:
+    return "json_object" if "json" in said and "schema" not in said else nearest_name(said[:100], TYPES) or "text"
 
 
 def _structured_outputs(value: Any) -> dict[str, Any]:

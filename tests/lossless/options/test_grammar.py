@@ -176,7 +176,7 @@ def test_a_target_s_tokenizer_must_be_there(decoder: SpecDecoder, tmp_path: Path
         with pytest.raises(ValueError, match=said):
             other.generate([5, 6], PARAMS[0])
     with pytest.raises(ValueError, match="json_schema can't be used: .*strin"):
-        decoder.generate("The", SamplingParams(json_schema={"type": "strin"}))
+        decoder.generate("The", SamplingParams(json_schema={"type": ["strin"]}))
 
 
 def test_a_word_of_spaces_is_banned(decoder: SpecDecoder) -> None:

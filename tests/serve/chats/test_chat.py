@@ -103,7 +103,7 @@ def test_fields_that_change_nothing_are_taken(chat_served: Served) -> None:
         ),
         ({"prompt": "hi"}, "prompt", "prompt is a field of /v1/completions, not of /v1/chat/completions; nearest: messages"),
         ({"echo": False}, "echo", "echo is a field of /v1/completions"),
-        ({"functions": [{"name": "a"}]}, "functions", "leave it out or send []"),
+        ({"functions": [{"name": "a"}]}, "functions", "nearest thing that works: tools"),
         ({"response_format": {"type": "yaml"}}, "response_format", "type is one of text, json_object, json_schema"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "must be an object such as"),
         (

@@ -205,7 +205,7 @@ def test_what_the_template_is_told(scripted: Served) -> None:
         ({"tools": [function(nme="a")]}, "tools[0].function.nme", "nearest: name"),
         ({"tools": [WEATHER, WEATHER]}, "tools[1].function.name", "which is taken"),
         ({"tools": [function(name="a", parameters={"typ": "object"})]}, PARAMETERS, "unknown keyword 'typ' at #; expected"),
-        ({"tools": [function(name="a", parameters={"properties": {"b": {"format": "b"}}})]}, PARAMETERS, "format"),
+        ({"tools": [function(name="a", strict=True, parameters={"properties": {"b": {"format": "b"}}})]}, PARAMETERS, "format"),
         ({"tools": [function(name="a", parameters={"type": "array"})]}, PARAMETERS, "nearest: 'object'"),
         ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice", "nearest setting that works: 'required'"),
         (
