@@ -9,21 +9,25 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
+from specdec.chat.answer import ChatAnswer
+from specdec.chat.form import AUTO
+from specdec.chat.tools import read_rules
 from specdec.config import SamplingParams, SpecConfig, names_settings
-from specdec.decoder import SpecDecoder, check_one_prompt
+from specdec.decoder import SpecDecoder, check_one_prompt, new_chat, scoring
 from specdec.draft.kind import Draft
 from specdec.engine.engine_thread import EngineThread
 from specdec.engine.output_queue import OutputQueue
 from specdec.engine.request import Request
 from specdec.engine.totals import Totals
-from specdec.generation import Chunk, Generation
+from specdec.generation import Chunk, Generation, TokenLogprob
 from specdec.options import EngineOptions, shows_options
+from specdec.prompts.chat import ChatPrompt
 
 T = TypeVar("T")
 
@@ -114,6 +118,34 @@ class AsyncSpecDecoder:
         """
         how: dict[str, Any] = {"speculate": speculate, "trees": trees, "cache_salt": cache_salt}
         return await self.run(await self.new_request(prompt, sampling, **how))
+
+    @names_settings
+    async def chat(
+        self,
+        messages: Sequence[Any],
+        sampling: SamplingParams | None = None,
+        *,
+        tools: Sequence[Any] | None = None,
+        tool_choice: Any = None,
+        parallel_tool_calls: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tool_parser: str = AUTO,
+        reasoning_parser: str = AUTO,
+        speculate: bool = True,
+        cache_salt: str | None = None,
+    ) -> ChatAnswer:
+        """Answers a chat: see `SpecDecoder.chat`, which takes the same.  A task that is cancelled ends its request."""
+        rules = read_rules(tools, tool_choice, parallel_tool_calls)
+        prompt = ChatPrompt(messages, rules.for_template, chat_template_kwargs or {})
+        how: dict[str, Any] = {"speculate": speculate, "cache_salt": cache_salt}
+        request, answer_of = await self.prepared(
+            lambda decoder: new_chat(decoder, prompt, sampling, rules, tool_parser, reasoning_parser, **how)
+        )
+        return answer_of(await self.run(request))
+
+    async def score(self, prompt: Any, top: int = 0) -> list[TokenLogprob | None]:
+        """How likely each token of one prompt is: see `SpecDecoder.score`.  For several prompts, gather several calls."""
+        return (await self.generate(prompt, scoring(top), speculate=False)).prompt_logprobs or []
 
     @names_settings
     def stream(

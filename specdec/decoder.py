@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from specdec.chat.answer import ChatAnswer
 from specdec.chat.form import AUTO, REASONING_PARSERS, TOOL_PARSERS
-from specdec.chat.reply import Reply, read_reply
-from specdec.chat.tools import read_rules
+from specdec.chat.reply import reply_of
+from specdec.chat.tools import ToolRules, read_rules
 from specdec.checks import require_bool, require_choice, require_int
 from specdec.config import SamplingParams, SpecConfig, names_settings
 from specdec.draft.kind import Draft
@@ -132,8 +132,7 @@ class SpecDecoder(LoadedDecoder):
 
         Errors are those of `generate` with SamplingParams(prompt_logprobs=top), which also generates.
         """
-        require_int("top", top, 0, MOST_LOGPROBS)
-        outputs = self.generate(prompts, SamplingParams(1, prompt_logprobs=top), speculate=False, progress=progress)
+        outputs = self.generate(prompts, scoring(top), speculate=False, progress=progress)
         return [output.prompt_logprobs or [] for output in outputs]
 
     @names_settings
@@ -160,23 +159,12 @@ class SpecDecoder(LoadedDecoder):
 
         ValueError and TypeError name what can't be used, and RuntimeError is raised if the request fails while it runs.
         """
-        require_choice("tool_parser", tool_parser, TOOL_PARSERS, AUTO)
-        require_choice("reasoning_parser", reasoning_parser, REASONING_PARSERS, AUTO)
         rules = read_rules(tools, tool_choice, parallel_tool_calls)
-        ids = self.encode(ChatPrompt(messages, rules.for_template, chat_template_kwargs or {}), "messages")
-        params = SamplingParams() if sampling is None else sampling
-        plan = plan_reply(
-            form_of(self.tokenizer, tool_parser, reasoning_parser), params, rules, ids, self.tokenizer, self.grammars
-        )
-        how: dict[str, Any] = {
-            "speculate": speculate,
-            "wait": plan.wait,
-            "all_tokens": plan.reader is not None,
-            "cache_salt": cache_salt,
-        }
-        (generation,) = self.run([self.new_request(ids, plan.sampling, "messages", **how)])
-        reply = Reply(generation.text, None, ()) if plan.reader is None else read_reply(plan.reader(), generation.text)
-        return ChatAnswer(reply.content, reply.thought, reply.calls, generation)
+        prompt = ChatPrompt(messages, rules.for_template, chat_template_kwargs or {})
+        how: dict[str, Any] = {"speculate": speculate, "cache_salt": cache_salt}
+        request, answer_of = new_chat(self, prompt, sampling, rules, tool_parser, reasoning_parser, **how)
+        (generation,) = self.run([request])
+        return answer_of(generation)
 
     def verify(
         self, prompts: Any, sampling: SamplingParams | Sequence[SamplingParams] | None = None, *, progress: bool = False
@@ -253,6 +241,37 @@ class SpecDecoder(LoadedDecoder):
                     news.get()
         finally:
             self.owner.cancel(request)
+
+
+def scoring(top: Any) -> SamplingParams:
+    """How a prompt is scored: with one token more, which nobody is given.  top: see `SpecDecoder.score`."""
+    require_int("top", top, 0, MOST_LOGPROBS)
+    return SamplingParams(1, prompt_logprobs=top)
+
+
+def new_chat(
+    decoder: SpecDecoder,
+    prompt: ChatPrompt,
+    sampling: SamplingParams | None,
+    rules: ToolRules,
+    tool_parser: str,
+    reasoning_parser: str,
+    **how: Any,
+) -> tuple[Request, Callable[[Generation], ChatAnswer]]:
+    """The checked request of a chat, and what makes its answer of its generation.  how: see `LoadedDecoder.new_request`."""
+    require_choice("tool_parser", tool_parser, TOOL_PARSERS, AUTO)
+    require_choice("reasoning_parser", reasoning_parser, REASONING_PARSERS, AUTO)
+    ids, tokenizer = decoder.encode(prompt, "messages"), decoder.tokenizer
+    form = form_of(tokenizer, tool_parser, reasoning_parser)
+    params = SamplingParams() if sampling is None else sampling
+    plan = plan_reply(form, params, rules, ids, tokenizer, decoder.grammars)
+    own: dict[str, Any] = {"wait": plan.wait, "all_tokens": plan.reader is not None}
+
+    def answer_of(generation: Generation) -> ChatAnswer:
+        reply = reply_of(plan.reader, generation.text)
+        return ChatAnswer(reply.content, reply.thought, reply.calls, generation)
+
+    return decoder.new_request(ids, plan.sampling, "messages", **own, **how), answer_of
 
 
 def named(target: str | Path, draft: Draft) -> dict[str, Any]:

@@ -210,6 +210,7 @@ class Generation:
     predicted_tokens: how many tokens the request's prediction had.
     rounds: with the tree of each; None if trees were not asked for.
     prompt_logprobs: one for each of prompt_token_ids, of which the first has none: None; None if they were not asked for.
+    stop_text: which of the texts of `stop` ended it; None: none did.
     """
 
     prompt_token_ids: list[int]
@@ -223,6 +224,7 @@ class Generation:
     predicted_tokens: int = 0
     rounds: list[Round] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
+    stop_text: str | None = None
 
 
 @dataclass(frozen=True)

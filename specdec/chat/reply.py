@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -38,6 +38,11 @@ class ReplyReader(Protocol):
 def read_reply(reader: ReplyReader, text: str) -> Reply:
     """The whole answer of a text.  reader: a fresh one."""
     return gathered([*reader.feed(text), *reader.finish()])
+
+
+def reply_of(make_reader: Callable[[], ReplyReader] | None, text: str) -> Reply:
+    """The whole answer of a text.  make_reader: None: all of the text is content."""
+    return Reply(text, None, ()) if make_reader is None else read_reply(make_reader(), text)
 
 
 def gathered(said: Sequence[Said]) -> Reply:

@@ -210,7 +210,7 @@ class Request:
         assert len(self.logprobs) in (0, len(ids)) and len(self.origins) == len(self.sources) == len(ids)
         assert self.sampling.prompt_logprobs is None or len(self.scores) == len(self.prompt_ids) - 1
         more = self.origins, logprobs, self.sources, len(self.prediction_ids or ()), self.rounds, self.prompt_logprobs
-        return Generation(self.given_ids, ids, output.text, reason, self.stats, *more)
+        return Generation(self.given_ids, ids, output.text, reason, self.stats, *more, stop_text=output.stop_text)
 
 
 @dataclass(eq=False)

@@ -27,6 +27,7 @@ class Trimmer:
         self.token_ids: list[int] = []
         self.text = ""
         self.finish_reason: FinishReason | None = None
+        self.stop_text: str | None = None  # the stop string that ended the text
         self._eos_ids = frozenset() if sampling.ignore_eos else eos_ids
         self._stop_ids = frozenset(sampling.stop_token_ids or ())
         self._stops = StopStrings(sampling.stop_strings)
@@ -90,5 +91,6 @@ class Trimmer:
             return False
         found = self._stops.find(self.text, seen)
         if found is not None:
+            self.stop_text = self.text[slice(*found)]
             self.text = self.text[: found[self.sampling.include_stop_str_in_output]]
         return found is not None

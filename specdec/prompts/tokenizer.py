@@ -54,6 +54,9 @@ class Tokenizer:
                 said = f"chat_template must be a file that can be read, got {str(template)[:200]!r}"
                 reason = getattr(error, "strerror", None) or error
                 raise ValueError(f"{said}: {reason}; nearest setting that works: chat_template=None") from None
+            if not inner.chat_template.strip():
+                said = f"chat_template must be a file with a template, got {str(template)[:200]!r}, which is empty"
+                raise ValueError(f"{said}; nearest setting that works: chat_template=None, for the target's own")
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text.  ValueError without a tokenizer."""

@@ -10,17 +10,21 @@ from starlette.responses import Response
 from specdec.checks import nearest_name
 from specdec.serve.endpoints import Endpoints, ReadMetrics, SetCorpus, SwitchDrafts
 from specdec.serve.log import CLIENT_GONE
-from specdec.serve.middleware import ENTRY, OPEN_PATHS, RequestMiddleware
+from specdec.serve.messages.errors import COUNT_TOKENS, MESSAGES
+from specdec.serve.middleware import ENTRY, OPEN_PATHS, RequestMiddleware, error_answer
 from specdec.serve.page.files import FOLDER, front_page, page_file
 from specdec.serve.responses.request import RESPONSES
 from specdec.serve.state import ServerState
-from specdec.serve.wire.errors import ApiError, ClientGone, ErrorAnswer
+from specdec.serve.wire.errors import ApiError, ClientGone
 from specdec.serve.wire.fields import CHAT, COMPLETIONS, CORPUS, DRAFTING
 
-PATHS = ("/v1/models", COMPLETIONS, CHAT, RESPONSES, CORPUS, DRAFTING, "/tokenize", "/detokenize", "/version", *OPEN_PATHS)
+PATHS = (
+    "/v1/models", COMPLETIONS, CHAT, RESPONSES, MESSAGES, COUNT_TOKENS, CORPUS, DRAFTING, "/tokenize", "/detokenize",
+    "/version", *OPEN_PATHS,
+)  # fmt: skip
 # Where callers look for what stands under another path here, or nowhere; names that look alike would lead astray.
 ELSEWHERE = {
-    "/v1/messages": CHAT, "/v1/chat": CHAT, "/api/chat": CHAT, "/api/generate": COMPLETIONS,
+    "/v1/v1/messages": MESSAGES, "/v1/complete": MESSAGES, "/v1/chat": CHAT, "/api/chat": CHAT, "/api/generate": COMPLETIONS,
     "/generate": COMPLETIONS, "/v1/generate": COMPLETIONS, "/v1/engines": "/v1/models", "/v1": "/v1/models",
     "/healthz": "/health", "/livez": "/health", "/readyz": "/ready", "/docs": "docs/SERVING.md of specdec",
 }  # fmt: skip
@@ -45,6 +49,8 @@ def app_of(
         (COMPLETIONS, endpoints.completions, ["POST"]),
         (CHAT, endpoints.chat, ["POST"]),
         (RESPONSES, endpoints.responses, ["POST"]),
+        (MESSAGES, endpoints.messages, ["POST"]),
+        (COUNT_TOKENS, endpoints.count_tokens, ["POST"]),
         (CORPUS, endpoints.corpus, ["POST"]),
         (DRAFTING, endpoints.drafting, ["GET", "HEAD", "POST"]),
         ("/tokenize", endpoints.tokenize, ["POST"]),
@@ -71,7 +77,7 @@ def app_of(
 async def _answer_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     request.scope[ENTRY].failed(error)
-    return ErrorAnswer(error, request.app.state.server.times.discard)
+    return error_answer(error, request.scope[ENTRY], request.app.state.server.times)
 
 
 async def _answer_nobody(request: Request, error: Exception) -> Response:
@@ -90,7 +96,7 @@ async def _answer_wrong_path(request: Request, error: Exception) -> Response:
         message = f"there is no {path} here; " + (f"nearest: {alike}" if alike else f"there are: {', '.join(PATHS)}")
         wrong = ApiError(error.status_code, message, code="not_found")
     request.scope[ENTRY].failed(wrong)
-    answer = ErrorAnswer(wrong)
+    answer = error_answer(wrong, request.scope[ENTRY])
     answer.headers.update(error.headers or {})
     return answer
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -15,13 +15,16 @@ from starlette.responses import JSONResponse, Response
 from specdec import __version__
 from specdec.checks import shown
 from specdec.decoder import SpecDecoder
+from specdec.generation import Generation
 from specdec.serve.chats.reply_stream import writer_of
-from specdec.serve.generate import make_requests, prompts_of, run_all
+from specdec.serve.messages.endpoint import answer_count, answer_message
 from specdec.serve.metrics import registry_of
 from specdec.serve.middleware import ENTRY
 from specdec.serve.responses.endpoint import answer_response
+from specdec.serve.running.answer import answer_plan
+from specdec.serve.running.generate import MadeRequests, prompts_of
+from specdec.serve.running.stream import EventWriter
 from specdec.serve.state import ServerState
-from specdec.serve.stream import EventStream
 from specdec.serve.tokens.endpoints import answer_detokenize, answer_tokenize
 from specdec.serve.wire import fields
 from specdec.serve.wire.answers import AnswerHeading, model_card, whole_answer
@@ -29,7 +32,8 @@ from specdec.serve.wire.body import parse_object, read_body
 from specdec.serve.wire.corpus import corpus_answer, read_corpus_plan
 from specdec.serve.wire.errors import wrong
 from specdec.serve.wire.fields import CHAT, COMPLETIONS
-from specdec.serve.wire.requests import read_plan, unknown_model
+from specdec.serve.wire.prompts_said import ChoicePrompt
+from specdec.serve.wire.requests import RequestPlan, read_plan, unknown_model
 
 ReadMetrics = Callable[[], Awaitable[bytes]]  # gives the page of /metrics
 SetCorpus = Callable[[str, Sequence[str]], Coroutine[Any, Any, int]]  # see SpecDecoder.set_corpus
@@ -60,6 +64,12 @@ class Endpoints:
 
     async def responses(self, request: Request) -> Response:
         return await answer_response(self._state, request, await self._body(request))
+
+    async def messages(self, request: Request) -> Response:
+        return await answer_message(self._state, request, await self._body(request))
+
+    async def count_tokens(self, request: Request) -> Response:
+        return await answer_count(self._state, request, await self._body(request))
 
     async def corpus(self, request: Request) -> Response:
         """Adds or replaces texts of which drafts are made.  They are encoded on another thread than the event loop's."""
@@ -139,25 +149,29 @@ class Endpoints:
         return parse_object(await read_body(request.receive, request.headers, options.max_body_bytes, options.read_seconds))
 
     async def _generate(self, request: Request, path: str) -> Response:
-        """Everything is checked before the status is sent, so a stream never fails for what it was given."""
-        state, entry, options = self._state, request.scope[ENTRY], self._state.options
+        state, options = self._state, self._state.options
         limits = options.max_tokens_cap, options.max_logprobs, options.lenient
         plan = read_plan(await self._body(request), path, options.name, *limits)
-        entry.plan(plan, state.options.log_prompts)
-        heading = AnswerHeading(("chatcmpl-" if plan.is_chat else "cmpl-") + entry.id.removeprefix("req-"), state.options.name)
-        with ExitStack() as held:
-            state.check_open()  # again: the body may have taken its time
-            queued = held.enter_context(state.queue.enter(plan.choices, "n" if plan.n > 1 else plan.prompt_field))
-            making = make_requests(state.decoder, plan, state.options.max_tokens_cap, state.form)
-            made = await state.unless_gone(making, request.receive)
-            queued.requests = made.requests
-            prompts = prompts_of(state.decoder.decoder, plan, made.requests)
-            if plan.stream:
-                writer = writer_of(heading, plan, prompts, state.piece, made.reader)
-                return EventStream(state, plan, made.requests, writer, held.pop_all(), entry)
-            generations = await state.unless_gone(run_all(state.decoder, made.requests), request.receive)
-        entry.finished(plan, generations, state.options.log_prompts)
-        return JSONResponse(whole_answer(heading, plan, generations, prompts, state.piece, made.reader))
+        name = ("chatcmpl-" if plan.is_chat else "cmpl-") + request.scope[ENTRY].id.removeprefix("req-")
+        return await answer_plan(state, request, plan, _Choices(state, plan, AnswerHeading(name, options.name)))
+
+
+@dataclass(frozen=True)
+class _Choices:
+    """An answer in choices, of completions and chats."""
+
+    state: ServerState
+    plan: RequestPlan
+    heading: AnswerHeading
+
+    def writer(self, made: MadeRequests) -> EventWriter:
+        return writer_of(self.heading, self.plan, self._prompts(made), self.state.piece, made.reader)
+
+    def whole(self, made: MadeRequests, generations: Sequence[Generation]) -> dict[str, Any]:
+        return whole_answer(self.heading, self.plan, generations, self._prompts(made), self.state.piece, made.reader)
+
+    def _prompts(self, made: MadeRequests) -> list[ChoicePrompt]:
+        return prompts_of(self.state.decoder.decoder, self.plan, made.requests)
 
 
 async def switch_drafts(decoder: SpecDecoder, enabled: bool | None) -> bool:

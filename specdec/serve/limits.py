@@ -71,14 +71,14 @@ class KeyCheck:
     def __init__(self, key: str | None) -> None:
         self._digest = None if key is None else sha256(key.encode()).digest()
 
-    def error(self, authorization: bytes) -> ApiError | None:
-        """The error of this Authorization header; None: it brings the key, or none is needed."""
+    def error(self, authorization: bytes, bare: bytes) -> ApiError | None:
+        """The error of these headers, Authorization and x-api-key; None: one of them brings the key, or none is needed."""
         if self._digest is None:
             return None
-        scheme, _, given = authorization.strip().partition(b" ")
-        is_bearer = scheme.lower() == b"bearer"
-        if hmac.compare_digest(sha256(given.strip()).digest(), self._digest) and is_bearer:
+        scheme, _, token = authorization.strip().partition(b" ")
+        given = [token.strip() if scheme.lower() == b"bearer" else b"", bare.strip()]
+        if any([hmac.compare_digest(sha256(each).digest(), self._digest) and bool(each) for each in given]):  # both, always
             return None
-        what = "wrong" if is_bearer and given.strip() else "missing"
-        message = f"the API key is {what}: expected the header Authorization: Bearer KEY"
+        what = "wrong" if any(given) else "missing"
+        message = f"the API key is {what}: expected the header Authorization: Bearer KEY, or x-api-key: KEY"
         return ApiError(401, message, code="invalid_api_key", leaves_body=True)

@@ -19,6 +19,7 @@ from specdec.serve.process.output import json_line
 from specdec.serve.wire.answers import FINISH_REASONS, usage
 from specdec.serve.wire.errors import MAX_MESSAGE_LENGTH, REQUEST_FAILED, ApiError
 from specdec.serve.wire.fields import UNKNOWN_FIELD
+from specdec.serve.wire.left_out import logged
 from specdec.serve.wire.requests import RequestPlan
 
 DEVICE_MODULES = ("torch", "triton")  # their errors speak of memory and kernels; a tokenizer's may quote what it was given
@@ -42,6 +43,8 @@ class LogEntry:
 
     def plan(self, plan: RequestPlan, log_prompts: bool) -> None:
         self.notes |= {"stream": plan.stream, "prompts": len(plan.prompts), "choices": plan.choices}
+        if plan.left_out:
+            self.notes["left_out"] = logged(plan.left_out, log_prompts)
         if log_prompts:
             self.notes["prompt_texts"] = [each.messages if isinstance(each, ChatPrompt) else each for each in plan.prompts]
 

@@ -10,9 +10,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specdec.serve.access.checks import Headers
 from specdec.serve.log import CLIENT_GONE, LogEntry
+from specdec.serve.messages.errors import body_for, is_of_messages
 from specdec.serve.page.files import PATHS
 from specdec.serve.state import ServerState
-from specdec.serve.wire.errors import ErrorAnswer, internal
+from specdec.serve.times import TIMES, ServeTimes
+from specdec.serve.wire.errors import ApiError, ErrorAnswer, internal
 
 OPEN_PATHS = ("/health", "/ready", "/metrics")  # without a key, and without a line in the log: they are asked all the time
 ENTRY = "specdec.entry"  # where endpoints find the LogEntry in an ASGI scope
@@ -40,6 +42,8 @@ class RequestMiddleware:
             if message["type"] == "http.response.start":
                 entry.status = message["status"]
                 named = [] if given else [(b"x-request-id", entry.id.encode())]  # whoever has named it tells the caller
+                if is_of_messages(path):
+                    named.append((b"request-id", entry.id.encode()))  # which Anthropic's clients read
                 message["headers"] = [*message.get("headers", ()), *named, *for_page]
             await send(message)
 
@@ -48,16 +52,16 @@ class RequestMiddleware:
             if error is None and (allowed := state.origins.preflight(scope)) is not None:  # which brings no key
                 return await Response(None, 204, dict(_texts(allowed)))(scope, receive, noted)
             if error is None and not is_open:
-                error = state.key_check.error(_header(scope, b"authorization"))
+                error = state.key_check.error(_header(scope, b"authorization"), _header(scope, b"x-api-key"))
             if error is None:
                 await self._app(scope, receive, noted)
             else:
                 entry.failed(error)
-                await ErrorAnswer(error, state.times.discard)(scope, receive, noted)
+                await error_answer(error, entry, state.times)(scope, receive, noted)
         except Exception as crash:  # a bug of any kind is answered with 500, and the log says where it is
             entry.crashed(crash)
             if not entry.status:
-                await ErrorAnswer(internal())(scope, receive, noted)
+                await error_answer(internal(), entry)(scope, receive, noted)
         except BaseException:  # the task was cancelled: noted for the log, and raised again
             entry.status = entry.status or CLIENT_GONE
             raise
@@ -65,6 +69,11 @@ class RequestMiddleware:
             state.counts.ended(entry.path, entry.status, entry.end)
             if not is_open:
                 entry.write()
+
+
+def error_answer(error: ApiError, entry: LogEntry, times: ServeTimes = TIMES) -> ErrorAnswer:
+    """The response to an error, in the form of the path's API."""
+    return ErrorAnswer(error, body_for(entry.path, error, entry.id), times.discard)
 
 
 def _own_id(scope: Any) -> str:

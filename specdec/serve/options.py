@@ -40,8 +40,8 @@ class ServeOptions:
     port: int = option(8000, "the port to listen on; 0 takes a free one", bounds=(0, 65535))
     api_key: str | None = option(
         None,
-        "callers must send this key as a bearer token, except to /health, /ready and /metrics; other users of the machine can "
-        f"read flags, so set {KEY_VARIABLE} in the environment instead; default: no key",
+        "callers must send this key as a bearer token, or in the header x-api-key, except to /health, /ready and /metrics; "
+        f"other users of the machine can read flags, so set {KEY_VARIABLE} in the environment instead; default: no key",
         metavar="KEY",
     )
     model_name: str | None = option(
@@ -106,7 +106,9 @@ class ServeOptions:
         "how the model marks thoughts, which answers then hold apart; auto: as its chat template tells; none: not at all",
         choices=REASONING_PARSERS,
     )
-    lenient: bool = option(False, "leave out fields of requests that this server does not know, in place of an error")
+    lenient: bool = option(
+        False, "leave out fields of requests that this server does not know, in place of an error, and say so in a header"
+    )
     page: bool = option(True, "answer / with a playground, a page that uses this API and holds no caller's data")
     log_prompts: bool = option(False, "write prompts and output texts to the log, which otherwise holds no text of any request")
 

@@ -56,10 +56,12 @@ def add_head_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--target", required=True, metavar="DIR", help="the target's folder, hub id or GGUF file")
     add("--text", nargs="+", required=True, metavar="FILE", help=f"what prompts are made of: {TEXT}, texts or chats")
-    add("--eval-text", nargs="+", default=[], metavar="FILE", help="held-out text; default: the last documents of each --text")
+    add("--eval-text", nargs="+", default=[], metavar="FILE", help="more held-out text, to measure the finished head with")
     add("--out", required=True, metavar="DIR", help="the finished head's folder")
     add("--aux-layers", type=_layers, metavar="I,J,K", help=AUX_LAYERS)
-    add("--resume", action="store_true", help="go on from DIR's checkpoint and self-generated text")
+    add("--self-text", metavar="FILE", help="what the target wrote, read if it is there; default: DIR/self_text.pt")
+    add("--checkpoint", metavar="FILE", help="where the run saves itself; default: DIR/checkpoint.pt")
+    add("--resume", action="store_true", help="go on from the checkpoint and the self-written text")
     _text_flags(parser)
     add("--device", default="auto", help="where it trains; default: the GPU if there is one")
     add("--threads", type=int, metavar="N", help=THREADS)
@@ -139,8 +141,9 @@ def run_head(args: argparse.Namespace) -> None:
     from specdec.train.head import train_head
 
     train_head(
-        run, args.target, args.text, args.out, eval_texts=args.eval_text, split=args.split, aux_layers=args.aux_layers,
-        resume=args.resume, overwrite=args.overwrite, device=args.device, threads=args.threads, around_steps=fast_products,
+        run, args.target, args.text, args.out, eval_texts=args.eval_text, self_text=args.self_text, checkpoint=args.checkpoint,
+        split=args.split, aux_layers=args.aux_layers, resume=args.resume, overwrite=args.overwrite, device=args.device,
+        threads=args.threads, around_steps=fast_products,
     )  # fmt: skip
 
 

@@ -27,12 +27,20 @@ from specdec.train.states import TargetStates
 ENTROPY, OVERLAP, ESTIMATE = 0.1, 0.9, 1.0  # weights of a DSpark head's three losses, as DeepSpec trains them
 
 
+class Anchors(NamedTuple):
+    """chosen_BA: int64, the places in each row from which it is drafted.  exists_BA: bool; a short row has fewer."""
+
+    chosen_BA: Tensor
+    exists_BA: Tensor
+
+
 class DraftedBlocks(NamedTuple):
     """What a head drafts from the anchors of some rows, and what it should have drafted.
 
     logits_BASV: the head's.  teacher_BASV: the target's distribution over the draft vocabulary.
     place_BAS: the rows' own tokens, as places in the draft vocabulary; without meaning where they do not count.
-    counted_BAS: bool, whether a token exists and lies in the draft vocabulary.
+    counted_BAS: bool, whether the target wrote a token there, and it lies in the draft vocabulary.
+    exists_BAS: bool, whether the target wrote a token there.
     estimate_BAS: logits of the probability that a token is accepted; None for heads without an estimate.
     chosen_BASV: of a DFlash2 head, its scores of candidates, and -inf for other tokens; None for other kinds.
     """
@@ -41,6 +49,7 @@ class DraftedBlocks(NamedTuple):
     teacher_BASV: Tensor
     place_BAS: Tensor
     counted_BAS: Tensor
+    exists_BAS: Tensor
     estimate_BAS: Tensor | None
     chosen_BASV: Tensor | None = None
 
@@ -52,40 +61,41 @@ def block_loss(
     draft_ids_V: Tensor,
     steps: int,
     decay: float,
-    anchors: int,
-    generator: torch.Generator,
+    places: Anchors,
 ) -> tuple[Tensor, Tensor]:
-    """The pair (loss, share_S) of some rows of text.
+    """The pair (loss, counts_2S) of some rows of text.
 
     loss: in nats for each drafted token, the mean over those that count, summed over places in the block with weight decay**i.
-    share_S: for each place, the share of blocks in which the head's most likely token is the row's own.
+    counts_2S: as of `unroll.head_loss`; heads that read their drafts are told the rows' tokens, which right chains hold too.
 
     draft_ids_V: ids of the draft vocabulary, ascending.  weight_VH: their rows of the target's language-model head.
-    steps: S.  anchors: A, or all possible ones of a row if it has fewer.  generator: on the CPU, which chooses the anchors.
+    steps: S.  places: of `choose_anchors`.
     """
-    chosen_BA, exists_BA = _choose(seen.rows_BT, anchors, generator)
-    part = _drafted(head, seen, chosen_BA, steps, draft_ids_V, weight_VH)
-    counted_BAS = part.counted_BAS & exists_BA[..., None]
+    part = _drafted(head, seen, places.chosen_BA, steps, draft_ids_V, weight_VH)
+    counted_BAS = part.counted_BAS & places.exists_BA[..., None]
     drafted_BASV = part.logits_BASV if part.chosen_BASV is None else part.chosen_BASV
-    right_BAS = (drafted_BASV.argmax(-1) == part.place_BAS) & counted_BAS
+    right_BAS = ((drafted_BASV.argmax(-1) == part.place_BAS) & counted_BAS).cumprod(-1).bool()
+    tried_BAS = part.exists_BAS & places.exists_BA[..., None] & F.pad(right_BAS[..., :-1], (1, 0), value=True)
     totals_S = counted_BAS.sum((0, 1)).clamp(min=1)
     weights_S = decay ** torch.arange(steps, dtype=torch.float32, device=totals_S.device)
     losses_S = torch.where(counted_BAS, _losses(part), 0.0).sum((0, 1))
-    return (weights_S * losses_S / totals_S).sum(), right_BAS.sum((0, 1)) / totals_S
+    return (weights_S * losses_S / totals_S).sum(), torch.stack((right_BAS.sum((0, 1)), tried_BAS.sum((0, 1))))
 
 
-def _choose(rows_BT: Tensor, anchors: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """[B, A] int64: random anchors of each row, ascending, and whether they exist: a row of n tokens has n - 2, from 1 on,
-    since an anchor has a token before it and one after it.
+def choose_anchors(goals_BT: Tensor, anchors: int, generator: torch.Generator) -> Anchors:
+    """Random anchors of each row, ascending; all possible ones of a row if it has fewer.
+
+    goals_BT: of TargetStates, on the CPU as the generator is.  Of a row of n tokens these are n - 2, from 1 on, since an anchor
+    has a token before it and one after it that the target wrote.
     """
-    B, T = rows_BT.shape
-    drawn_BT = torch.rand(B, T, generator=generator, dtype=torch.float32, device="cpu").to(rows_BT.device)
-    possible_BT = torch.zeros_like(rows_BT, dtype=torch.bool)
-    possible_BT[:, 1:-1] = rows_BT[:, 2:] >= 0
+    B, T = goals_BT.shape
+    drawn_BT = torch.rand(B, T, generator=generator, dtype=torch.float32, device="cpu")
+    possible_BT = torch.zeros_like(goals_BT, dtype=torch.bool)
+    possible_BT[:, 1:-1] = goals_BT[:, 2:] >= 0
     drawn_BT = torch.where(possible_BT, drawn_BT, -1.0)
     drawn_BA, chosen_BA = drawn_BT.topk(min(anchors, T - 2), dim=1)
     chosen_BA, order_BA = chosen_BA.clamp(min=1).sort(dim=1)
-    return chosen_BA, (drawn_BA >= 0).gather(1, order_BA)
+    return Anchors(chosen_BA, (drawn_BA >= 0).gather(1, order_BA))
 
 
 def _drafted(
@@ -96,12 +106,11 @@ def _drafted(
     hidden_BASH = head.drafts(seen.features_BTF, ids_BT, anchors_BA, steps)
     at_BAS = anchors_BA[..., None] + torch.arange(1, steps + 1, dtype=torch.int64, device=device)
     row_B11 = torch.arange(B, dtype=torch.int64, device=device)[:, None, None]
-    goal_BAS = torch.where(at_BAS < T, seen.rows_BT[row_B11, at_BAS.clamp(max=T - 1)], -1)
+    goal_BAS = torch.where(at_BAS < T, seen.goals_BT[row_B11, at_BAS.clamp(max=T - 1)], -1)
     before_BAS = (at_BAS - 1).clamp(max=T - 1)
     place_BAS = torch.searchsorted(draft_ids_V, goal_BAS.clamp(min=0)).clamp(max=len(draft_ids_V) - 1)
     counted_BAS = draft_ids_V[place_BAS] == goal_BAS
-    teacher_BTV = F.linear(seen.hidden_BTH, weight_VH).float().softmax(-1)
-    teacher_BASV = teacher_BTV[row_B11, before_BAS]
+    teacher_BASV = F.linear(seen.hidden_BTH[row_B11, before_BAS], weight_VH).float().softmax(-1)
     tokens_BAS = ids_BT[row_B11, before_BAS]
     estimate_BAS = head.estimates(hidden_BASH, tokens_BAS)
     if head.reads_drafts:  # a token after one that can't be drafted is never reached
@@ -109,9 +118,8 @@ def _drafted(
     logits_BASV, chosen_BASV = head.walk(hidden_BASH, tokens_BAS).float(), None
     if isinstance(head, DFlash2Head):
         logits_BASV, chosen_BASV = head.logits(hidden_BASH).float(), logits_BASV
-    return DraftedBlocks(
-        logits_BASV, teacher_BASV, place_BAS, counted_BAS, None if estimate_BAS is None else estimate_BAS.float(), chosen_BASV
-    )
+    estimate_BAS = None if estimate_BAS is None else estimate_BAS.float()
+    return DraftedBlocks(logits_BASV, teacher_BASV, place_BAS, counted_BAS, goal_BAS >= 0, estimate_BAS, chosen_BASV)
 
 
 def _losses(part: DraftedBlocks) -> Tensor:

@@ -15,13 +15,23 @@ from torch import Tensor
 
 MODEL_FILES = ("config.json", "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
 RUN_FILES = ("checkpoint.pt", "self_text.pt")  # of a run that may go on
-FREE = ("steps", "eval_every", "eval_prompts", "keep_states", "layout")  # settings that a run may go on with in another way
+FREE = (  # settings that a run may go on with in another way
+    "steps", "seconds", "call_seconds", "eval_every", "eval_prompts", "patience", "keep_states", "capture", "layout",
+    "checkpoint_size", "save_dtype",
+)  # fmt: skip
 
 
-def prepare_out(out: str | Path, resume: bool, overwrite: bool, keep: Iterable[str | Path] = ()) -> Path:
+def prepare_out(
+    out: str | Path,
+    resume: bool,
+    overwrite: bool,
+    keep: Iterable[str | Path] = (),
+    checkpoint: Path | None = None,
+) -> Path:
     """The folder of a run, which `begin_run` makes: until then, a run that is refused leaves no trace.
 
     resume, overwrite: which of the two the caller asked for, if any; either allows a folder that holds a run.
+    checkpoint: a file outside of the folder that the run goes on from.
 
     ValueError if it can't be made (it is tried), holds a model or a run, or is one of the folders to keep.
     """
@@ -39,7 +49,8 @@ def prepare_out(out: str | Path, resume: bool, overwrite: bool, keep: Iterable[s
             f"out: {folder} holds {found[0]} already; go on with that run by --resume, replace it by --overwrite, or name "
             "another folder"
         )
-    if resume and not any((folder / name).exists() for name in RUN_FILES):
+    elsewhere = [checkpoint] if checkpoint is not None else []
+    if resume and not any(path.exists() for path in (*elsewhere, *(folder / name for name in RUN_FILES))):
         raise ValueError(f"resume: expected a folder that holds a run, got {folder}, which holds none; start without --resume")
     if resume and overwrite:
         raise ValueError("overwrite: expected one of resume and overwrite, got both")
@@ -55,14 +66,15 @@ def prepare_out(out: str | Path, resume: bool, overwrite: bool, keep: Iterable[s
     return folder
 
 
-def begin_run(folder: Path, overwrite: bool) -> None:
-    """Makes the folder; to overwrite, it removes what a run could go on from.
+def begin_run(folder: Path, overwrite: bool, checkpoint: Path | None = None) -> None:
+    """Makes the folder; to overwrite, it removes what a run could go on from, also a checkpoint outside of the folder.
 
     To be called once a new run is sure to begin: what it replaces took hours.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for name in RUN_FILES if overwrite else ():
-        (folder / name).unlink(missing_ok=True)
+    elsewhere = [checkpoint] if checkpoint is not None else []
+    for path in (*elsewhere, *(folder / name for name in RUN_FILES)) if overwrite else ():
+        path.unlink(missing_ok=True)
 
 
 def fingerprint(tensors: Iterable[Tensor]) -> str:
@@ -82,9 +94,17 @@ def text_fingerprint(texts: Iterable[str]) -> str:
     return digest.hexdigest()[:16]
 
 
-def check_same(path: Path, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """ValueError if a file was made by a run with other settings.  saved, wanted: settings by name; FREE ones may differ."""
+def check_same(
+    path: Path,
+    saved: Mapping[str, Any],
+    wanted: Mapping[str, Any],
+    setting: str = "resume",
+    instead: str = "start without --resume",
+) -> None:
+    """ValueError if a file was made by a run with other settings.  saved, wanted: settings by name; FREE ones may differ.
+    setting, instead: what errors name, and what they advise.
+    """
     names = [name for name in wanted if name not in FREE and saved.get(name) != wanted[name]]
     if names:
         was, now = (", ".join(f"{name}={of.get(name)}" for name in names) for of in (saved, wanted))
-        raise ValueError(f"resume: {path} belongs to a run with {was}, this run has {now}; start without --resume")
+        raise ValueError(f"{setting}: {path} belongs to a run with {was}, this run has {now}; {instead}")

@@ -1,24 +1,27 @@
-"""A training loop for small models: AdamW, warm-up and cosine schedule, gradient clipping, evaluation, resuming.
+"""A training loop for small models: AdamW, warm-up and cosine schedule, evaluation, a budget of seconds, resuming.
 
-This file knows steps, losses, and checkpoint files.  It does not know what the model is or what the
-model reads: the loss and the evaluation are callables.
+This file knows steps, losses, rates and seconds.  It does not know what the model is or what the model reads: the step and the
+evaluation are callables.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-from pickle import UnpicklingError
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from specdec.screen.progress import show_progress
-from specdec.train.folder import check_same
-from specdec.train.settings import HeadRun, TargetRun
+from specdec.train.checkpoint import Progress, TrainingCheckpoint
+from specdec.train.settings import MAX_NUMBER, HeadRun, TargetRun
+
+PARTS = 8  # evaluations of a run that names no number of steps between them
+LAST_RATE = 0.01  # of the peak
+# Why a call of `fit` may end.
+ENDS = STEPS, SECONDS, WORSE, PAUSED = "all steps", "all seconds", "no lower held-out loss", "the seconds of this call"
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,10 @@ class TrainSchedule:
     """The optimizer's settings of a run.
 
     steps: optimizer steps.  lr: peak learning rate.  warmup: steps until the rate reaches its peak.  weight_decay: AdamW's.
-    eval_every: steps between two evaluations.
+    eval_every: steps between two evaluations; 0: an eighth of the run.
+    seconds: of steps and evaluations, in which the run ends if its steps have not come to an end; 0: as many as they take.
+    call_seconds: wall seconds of this call, after which it ends; 0: none do.
+    patience: evaluations without a lower loss that end the run; 0: none do.
     """
 
     steps: int
@@ -34,127 +40,122 @@ class TrainSchedule:
     warmup: int
     weight_decay: float
     eval_every: int
-
-
-@dataclass
-class Progress:
-    """How far a run has come; a checkpoint holds it beside the weights.
-
-    seconds: time spent in all runs that led here.  best_loss, best_step: the lowest evaluation loss so far, and its step.
-    history: (step, training loss, evaluation loss) of each evaluation.
-    """
-
-    step: int = 0
     seconds: float = 0.0
-    best_loss: float = math.inf
-    best_step: int = 0
-    history: list[tuple[int, float, float]] = field(default_factory=list)
+    call_seconds: float = 0.0
+    patience: int = 0
+
+    def done(self, step: int, seconds: float) -> float:
+        """The share of the run that lies before a 0-based step, which begins after so many seconds."""
+        of_steps = min(1.0, step / self.steps)
+        return max(of_steps, min(1.0, seconds / self.seconds)) if self.seconds else of_steps
 
 
 def schedule_of(run: HeadRun | TargetRun) -> TrainSchedule:
-    return TrainSchedule(run.steps, run.lr, run.warmup, run.weight_decay, run.eval_every)
+    patience = run.patience if isinstance(run, HeadRun) else 0
+    return TrainSchedule(run.steps, run.lr, run.warmup, run.weight_decay, run.eval_every, patience=patience)
 
 
-def learning_rate(schedule: TrainSchedule, step: int) -> float:
-    """The rate of a 0-based step: a linear warm-up, then half a cosine that ends at a hundredth of the peak."""
+def learning_rate(schedule: TrainSchedule, step: int, seconds: float = 0.0) -> float:
+    """The rate of a 0-based step, which begins after so many seconds of the run: a linear warm-up, then half a cosine that ends
+    at a hundredth of the peak, with the steps or with the seconds, whichever end first.
+    """
     if step < schedule.warmup:
         return schedule.lr * (step + 1) / schedule.warmup
     done = (step - schedule.warmup) / max(1, schedule.steps - schedule.warmup)
-    return schedule.lr * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
+    if schedule.seconds:
+        done = max(done, seconds / schedule.seconds)
+    return schedule.lr * (LAST_RATE + (1 - LAST_RATE) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
 
 
 def make_optimizer(model: torch.nn.Module, schedule: TrainSchedule) -> torch.optim.AdamW:
-    """AdamW over the model's trainable parameters.  Weight decay applies to matrices only, not to gains of norms."""
+    """AdamW over the model's trainable parameters.  Weight decay applies to matrices only, not to gains of norms.
+
+    On a GPU the rate is a tensor, so that a captured step reads what it is now.
+    """
     matrices = [p for p in model.parameters() if p.requires_grad and p.dim() > 1]
     gains = [p for p in model.parameters() if p.requires_grad and p.dim() <= 1]
     groups = [{"params": matrices, "weight_decay": schedule.weight_decay}, {"params": gains, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=schedule.lr, betas=(0.9, 0.95), fused=matrices[0].is_cuda)
+    on_gpu, betas = matrices[0].is_cuda, (0.9, 0.95)
+    if not on_gpu:
+        return torch.optim.AdamW(groups, lr=schedule.lr, betas=betas)
+    for group in groups:
+        group["lr"] = torch.tensor(schedule.lr, dtype=torch.float32, device=matrices[0].device)
+    return torch.optim.AdamW(groups, betas=betas, fused=True, capturable=True)
 
 
-class TrainingCheckpoint:
-    """Model, optimizer and progress of a run in one file.
-
-    A save writes another file and then renames it, so a run that is killed leaves its last complete checkpoint.
-    made_of: the run's settings; only a run with the same ones goes on from the file (see folder.check_same).
-    """
-
-    def __init__(
-        self, path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, made_of: Mapping[str, Any]
-    ) -> None:
-        self.path, self.model, self.optimizer, self.made_of = path, model, optimizer, dict(made_of)
-
-    def save(self, progress: Progress) -> None:
-        state = {
-            "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "progress": vars(progress),
-            "made_of": self.made_of,
-        }  # fmt: skip
-        torch.save(state, self.path.with_suffix(".part"))
-        self.path.with_suffix(".part").replace(self.path)
-
-    def load(self) -> Progress:
-        """Fills model and optimizer from the file.  ValueError if there is no file, or one of another run or shape."""
-        if not self.path.is_file():
-            raise ValueError(f"resume: expected a checkpoint at {self.path}, got no file; start without --resume")
-        try:
-            state = torch.load(self.path, map_location="cpu", weights_only=True)
-        except (RuntimeError, EOFError, OSError, UnpicklingError) as error:
-            raise ValueError(f"resume: expected a checkpoint at {self.path}, got a file that can't be read: {error}") from error
-        check_same(self.path, state.get("made_of", {}), self.made_of)
-        try:
-            self.model.load_state_dict(state["model"])
-        except RuntimeError as error:
-            raise ValueError(f"resume: expected a checkpoint of this shape in {self.path}, got {error}") from error
-        self.optimizer.load_state_dict(state["optimizer"])
-        return Progress(**state["progress"])
+# Makes a 0-based step at a learning rate.  It gives (loss, norm of the gradient), tensors of one number each.
+Step = Callable[[int, float], tuple[Tensor, Tensor]]
 
 
 def fit(
     schedule: TrainSchedule,
     checkpoint: TrainingCheckpoint,
     progress: Progress,
-    loss_at: Callable[[int], torch.Tensor],
+    make_step: Step,
     evaluate: Callable[[], float],
-    on_best: Callable[[Progress], None],
+    on_best: Callable[[Progress], object],
+    clock: Callable[[], float] = time.monotonic,
+    before: float = 0.0,
 ) -> Progress:
-    """Trains the checkpoint's model from progress.step to schedule.steps, and returns the progress at the end.
+    """Trains the checkpoint's model from progress.step on, and returns the progress at the end, whose `ended` says why.
 
-    loss_at: the training loss of a 0-based step.  Where batches depend on the step's number alone, a resumed run reads the same
-    batches as an uninterrupted one.
+    make_step: where batches depend on the step's number alone, a resumed run reads the same batches as an uninterrupted one.
     evaluate: the evaluation loss of the model as it is.  on_best: called when that loss is the lowest so far.
-    The loop evaluates and saves the checkpoint every schedule.eval_every steps and after the last one.  ValueError if the
-    training loss is inf or NaN then.  Each evaluation prints a line; stderr shows the steps.
+    clock: seconds.  before: wall seconds that this call has taken before.
+    The loop evaluates and saves the checkpoint as the schedule says, and after the last step.  ValueError if the training loss
+    is inf or NaN then.  Each evaluation prints a line; stderr shows the steps.
     """
-    model, optimizer = checkpoint.model, checkpoint.optimizer
-    model.train()
-    started, before = time.monotonic(), progress.seconds
-    with show_progress("train", "steps") as show:
-        show("training", progress.step, schedule.steps)
-        for step in range(progress.step, schedule.steps):
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(schedule, step)
-            loss = loss_at(step)
-            optimizer.zero_grad(set_to_none=True)
-            loss.backward()
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            progress.step = step + 1
-            if progress.step % schedule.eval_every == 0 or progress.step == schedule.steps:
-                progress.seconds = before + time.monotonic() - started
-                text = _milestone(progress, loss.item(), evaluate(), norm.item(), on_best)
-                checkpoint.save(progress)
-                print(f"step {progress.step}/{schedule.steps} {text}", flush=True)
-            show("training", progress.step, schedule.steps)
+    checkpoint.model.train()
+    started, earlier, spent = clock(), progress.seconds, progress.spent + before
+
+    def now() -> float:
+        return earlier + clock() - started
+
+    ended = _end(schedule, progress.step, earlier, 0.0)
+    progress.ended, part, since = ended, _part(schedule, progress.step, earlier), (progress.step, earlier)
+    with show_progress("train", "seconds" if schedule.seconds else "steps") as show:
+        while not ended:
+            seconds = now()
+            timed = (int(seconds), int(schedule.seconds)) if schedule.seconds else (progress.step, schedule.steps)
+            show("training", *timed)
+            loss, norm = make_step(progress.step, learning_rate(schedule, progress.step, seconds))
+            progress.step += 1
+            seconds = now()
+            ended = _end(schedule, progress.step, seconds, before + seconds - earlier)
+            if not ended and _part(schedule, progress.step, seconds) <= part:
+                continue
+            value = loss.item()  # waits for the device, so that its steps are timed
+            pace = 1000 * (now() - since[1]) / (progress.step - since[0])
+            text = _milestone(progress, value, evaluate(), norm.item(), on_best)
+            if not ended and schedule.patience and progress.stale >= schedule.patience:
+                ended = WORSE
+            progress.seconds, progress.ended = now(), ended
+            progress.spent = spent + progress.seconds - earlier
+            checkpoint.save(progress)
+            part, since = _part(schedule, progress.step, progress.seconds), (progress.step, now())
+            steps = f"/{schedule.steps}" if schedule.steps < MAX_NUMBER else ""
+            print(f"step {progress.step}{steps} {text} {pace:.1f} ms a step {progress.seconds:.0f}s", flush=True)
     return progress
 
 
-def _milestone(progress: Progress, loss: float, held: float, norm: float, on_best: Callable[[Progress], None]) -> str:
+def _part(schedule: TrainSchedule, step: int, seconds: float) -> int:
+    """Evaluations that are due until then."""
+    return step // schedule.eval_every if schedule.eval_every else int(PARTS * schedule.done(step, seconds))
+
+
+def _end(schedule: TrainSchedule, step: int, seconds: float, of_call: float) -> str:
+    if step >= schedule.steps:
+        return STEPS
+    if schedule.seconds and seconds >= schedule.seconds:
+        return SECONDS
+    return PAUSED if schedule.call_seconds and of_call >= schedule.call_seconds else ""
+
+
+def _milestone(progress: Progress, loss: float, held: float, norm: float, on_best: Callable[[Progress], object]) -> str:
     if not math.isfinite(loss):
         raise ValueError(f"lr: expected one that trains, got loss {loss} at step {progress.step}; try a lower lr")
     progress.history.append((progress.step, loss, held))
     if held < progress.best_loss:
         progress.best_loss, progress.best_step = held, progress.step
         on_best(progress)
-    return (
-        f"loss {loss:.3f} held-out {held:.4f} best {progress.best_loss:.4f}@{progress.best_step} "
-        f"grad {norm:.2f} {progress.seconds:.0f}s"
-    )
+    return f"loss {loss:.3f} held-out {held:.4f} best {progress.best_loss:.4f}@{progress.best_step} grad {norm:.2f}"

@@ -12,6 +12,11 @@ from specdec.config import SpecConfig
 KINDS = ("eagle3", "p-eagle", "dflash", "dflash2", "dspark")
 MARKOV = ("vanilla", "gated", "rnn")
 LAYOUTS = ("auto", "safeailab", "speculators")
+PRECISIONS = ("auto", "float32", "bfloat16")
+CAPTURES = ("auto", "off")
+CHECKPOINTS = ("full", "small")
+SAVE_DTYPES = ("bfloat16", "fp8")
+STEPS = 4000  # of a run that nothing else ends
 MAX_NUMBER = 1 << 40  # of any number; seeds of rows are 1,000,003 times the run's, and must fit 64 bits
 MAX_CANDIDATES = 256  # that readers take
 MAX_PROMPT_TOKENS = 48  # where rows leave room for them
@@ -20,6 +25,7 @@ OWNERS = {  # the kinds that have a setting which others have not
     "selector_rank": ("dflash2",), "candidates": ("dflash2",),
     "draft_vocab_size": ("eagle3", "p-eagle", "dflash", "dspark"),
 }  # fmt: skip
+RATE, RATED, FALL = 4e-3, 128, 0.55  # the peak learning rate up to so many features; wider targets' fall with that power
 MEASURED = (SpecConfig(5, 4, 16), SpecConfig(5, 1, 6))  # draft trees that a finished head is measured with
 
 T = TypeVar("T")
@@ -43,13 +49,19 @@ def default_of(name: str) -> Any:
     return HeadRun.__dataclass_fields__[name].default
 
 
+def default_rate(hidden_size: int) -> float:
+    """The peak learning rate of a head for a target of that width, to two digits."""
+    return float(f"{RATE * min(1.0, (RATED / hidden_size) ** FALL):.1e}")
+
+
 def _check_numbers(run: HeadRun | TargetRun) -> None:
     """All whole numbers, the optimizer's settings, and the share of held-out text."""
     for each in fields(run):
         if (least := each.metadata["least"]) is not None:
             _check_whole(run, each.name, least)
-    if not 0.0 < run.lr < math.inf:
-        raise ValueError(f"lr: expected a number above 0, got {run.lr}")
+    least = 0.0 if isinstance(run, HeadRun) else math.ulp(0.0)
+    if not least <= run.lr < math.inf:
+        raise ValueError(f"lr: expected a number {'above 0' if least else 'of at least 0'}, got {run.lr}")
     if not 0.0 <= run.weight_decay < math.inf:
         raise ValueError(f"weight_decay: expected a number of at least 0, got {run.weight_decay}")
     if not 0.0 < run.held_out < 1.0:
@@ -66,9 +78,9 @@ def _check_whole(run: HeadRun | TargetRun, name: str, least: int) -> None:
 
 def _check_kind(run: HeadRun) -> None:
     """The kind, and the settings that only some kinds have."""
-    for name, choices in (("kind", KINDS), ("markov", MARKOV), ("layout", LAYOUTS)):
-        if getattr(run, name) not in choices:
-            raise ValueError(f"{name}: expected one of {', '.join(choices)}, got {getattr(run, name)!r}")
+    for each in fields(run):
+        if (choices := each.metadata["choices"]) and getattr(run, each.name) not in choices:
+            raise ValueError(f"{each.name}: expected one of {', '.join(choices)}, got {getattr(run, each.name)!r}")
     if run.kind != "eagle3" and run.layout == "safeailab":
         raise ValueError(
             f"layout: expected auto or speculators for kind={run.kind}, got {run.layout!r}: safeailab has eagle3 only"
@@ -115,23 +127,40 @@ class HeadRun:
     width: int = setting(256, "tokens of a row, its prompt included", least=5 + max(spec.lookahead for spec in MEASURED))
     longest_prompt: int = setting(0, "the most tokens of a row's prompt, at least 4; 0: 48, or fewer where rows are shorter")
     greedy_share: float = setting(0.5, "share of the rows that go on greedily; the others are sampled at temperature 1")
-    steps: int = setting(4000, "optimizer steps", least=1)
+    steps: int = setting(0, f"optimizer steps; 0: {STEPS:,}, or as many as --seconds leaves time for", least=0)
+    seconds: int = setting(
+        0, "wall seconds from the start of the command to its last step, of all its calls together, to which the learning rate "
+        "is fitted; 0: the steps say when the run ends", least=0
+    )  # fmt: skip
+    call_seconds: int = setting(
+        0, "wall seconds after which this call ends with a checkpoint, for --resume; 0: it goes on to the end", least=0
+    )  # fmt: skip
     batch: int = setting(32, "rows of a step", least=1)
-    lr: float = setting(1e-3, "peak learning rate")
+    lr: float = setting(0.0, "peak learning rate; 0: by the width of the target")
     warmup: int = setting(200, "steps until the learning rate reaches its peak", least=0)
     weight_decay: float = setting(0.01, "AdamW's weight decay")
     decay: float = setting(0.9, "step j of the training-time test, or place j of a block, counts decay**j in the loss")
+    precision: str = setting("auto", "of products and of the target; auto: bfloat16 on a GPU, float32 on a CPU", PRECISIONS)
+    capture: str = setting("auto", "whether a step is one CUDA graph; auto: on a GPU", CAPTURES)
     keep_states: int = setting(
-        4096, "MiB that the target's states of all rows may take; if they take more, steps compute them", least=0
-    )
+        -1, "MiB that the target's states of all rows may take; if they take more, steps compute them; -1: half of the GPU's "
+        "free memory, 4096 on a CPU", least=-1
+    )  # fmt: skip
     held_out: float = setting(0.05, "share of the documents, the last ones, that are kept out of training")
-    eval_every: int = setting(500, "steps between two evaluations", least=1)
+    eval_every: int = setting(0, "steps between two evaluations; 0: an eighth of the run", least=0)
+    patience: int = setting(3, "evaluations in a row without a lower held-out loss that end the run; 0: none do", least=0)
     eval_prompts: int = setting(64, "held-out prompts that the finished head is measured on", least=1)
+    checkpoint_size: str = setting(
+        "full", "of a parameter, full: 12 bytes; small: 4, and --resume goes on almost alike", CHECKPOINTS
+    )
+    save_dtype: str = setting("bfloat16", "how the finished head's matrices are stored", SAVE_DTYPES)
     seed: int = setting(0, "seed of everything random", least=0)
 
     def __post_init__(self) -> None:
         _check_kind(self)
         _check_numbers(self)
+        if self.steps == 0:
+            object.__setattr__(self, "steps", MAX_NUMBER if self.seconds else STEPS)
         most = self.width - 1 - max(spec.lookahead for spec in MEASURED)  # leaves room to measure the head at the end
         if type(self.longest_prompt) is int and self.longest_prompt == 0:  # checkpoints and records hold the number
             object.__setattr__(self, "longest_prompt", min(MAX_PROMPT_TOKENS, most))

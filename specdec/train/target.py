@@ -23,9 +23,11 @@ from specdec.loading.threads import set_training_threads, using_threads
 from specdec.models.transformers_backend.make import alone
 from specdec.options import EngineOptions
 from specdec.screen.progress import show_progress
+from specdec.train.checkpoint import Progress, TrainingCheckpoint
 from specdec.train.folder import begin_run, fingerprint, prepare_out
-from specdec.train.loop import Progress, TrainingCheckpoint, fit, make_optimizer, schedule_of
+from specdec.train.loop import fit, make_optimizer, schedule_of
 from specdec.train.settings import TargetRun
+from specdec.train.step import StepClock, TrainStep
 from specdec.train.text.documents import SEPARATOR, Document, read_documents
 from specdec.train.text.heldout import load_corpus, openings
 from specdec.train.text.rows import TokenRows, mixed_batches
@@ -213,13 +215,15 @@ def train_target(
     batches = mixed_batches(main, side, run.batch, run.steps, run.extra_share, run.seed)
     schedule = schedule_of(run)
     made_of = {**vars(run), "text": fingerprint([main.tokens])}
-    state = TrainingCheckpoint(Path(checkpoint or out / "checkpoint.pt"), model, make_optimizer(model, schedule), made_of)
+    optimizer = make_optimizer(model, schedule)
+    state = TrainingCheckpoint(Path(checkpoint or out / "checkpoint.pt"), model, optimizer, made_of)
+    step = TrainStep(model, optimizer, lambda inputs: loss_of(model, inputs[0]), StepClock(torch.device(device)))
     print(f"{sum(p.numel() for p in model.parameters())} parameters; tokens: {len(main.tokens)} to train on, "
           f"{len(side.tokens) if side else 0} extra, {held_rows.numel()} held out", flush=True)  # fmt: skip
 
     return fit(
         schedule, state, state.load() if resume else Progress(),
-        loss_at=lambda step: loss_of(model, batches(step)),
+        make_step=lambda number, lr: step([batches(number)], lr),
         evaluate=lambda: held_out_loss(model, held_rows, run.batch),
         on_best=lambda _: save_target(model, tokenizer, out),
     )  # fmt: skip

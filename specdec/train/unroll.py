@@ -24,6 +24,7 @@ from specdec.attention.eager.dense import per_row
 from specdec.attention.inputs import LayerInputs
 from specdec.attention.kinds import PLAIN, Scoring
 from specdec.draft.eagle.head import Eagle3Head
+from specdec.train.lesson.entropy import Teacher
 from specdec.train.states import TargetStates
 
 
@@ -85,27 +86,39 @@ def draft_steps(head: Eagle3Head, features_BPF: Tensor, next_ids_BP: Tensor, num
 def head_loss(
     head: Eagle3Head, seen: TargetStates, weight_VH: Tensor, draft_ids_V: Tensor, num_steps: int, decay: float
 ) -> tuple[Tensor, Tensor]:
-    """The pair (loss, share_J) of some rows of text.
+    """The pair (loss, counts_2J) of some rows of text.
 
     loss: cross-entropy in nats between the head's distribution and the target's over the draft vocabulary, the mean over pairs,
     summed over steps with weight decay**j.
-    share_J: for each step, the share of pairs for which the head's most likely token is the row's next token.
+    counts_2J: int64, of chains that are drafted greedily where the target wrote on: how many have their first j + 1 tokens
+    right, and how many had j right and were to draft one more (`accept_length`).
 
     draft_ids_V: ids of the draft vocabulary, ascending.  weight_VH: their rows of the target's language-model head.
-    A pair counts if the token that it predicts exists in the draft vocabulary.
+    A pair counts if the target wrote the token that it predicts, and that token exists in the draft vocabulary.
     """
     ids_BT, P = seen.ids_BT, seen.rows_BT.shape[1] - 2
     # Pair i predicts token i + 2.  The target's distribution of that token comes from its hidden state at token i + 1.
-    teacher_BPV = F.linear(seen.hidden_BTH[:, 1 : P + 1], weight_VH).float().softmax(-1)
-    goal_BP = seen.rows_BT[:, 2:]
+    teacher = Teacher(F.linear(seen.hidden_BTH[:, 1 : P + 1], weight_VH))
+    goal_BP = seen.goals_BT[:, 2:]
     place_BP = torch.searchsorted(draft_ids_V, goal_BP.clamp(min=0)).clamp(max=len(draft_ids_V) - 1)
     known_BP = draft_ids_V[place_BP] == goal_BP
-    loss, correct = teacher_BPV.new_zeros(()), []
+    right_BP = torch.ones_like(known_BP)  # whether the chain that reaches a pair in this step has all tokens before it right
+    loss, counts = torch.zeros((), dtype=torch.float32, device=ids_BT.device), []
+    at_P = torch.arange(P, dtype=torch.int64, device=ids_BT.device)
     for step, hidden_BPH in enumerate(draft_steps(head, seen.features_BTF[:, :P], ids_BT[:, 1 : P + 1], num_steps)):
-        logits_BPV = head.logits(hidden_BPH).float()
-        counted_BP = known_BP & (torch.arange(P, dtype=torch.int64, device=ids_BT.device) >= step)
-        entropy_BP = -(teacher_BPV * logits_BPV.log_softmax(-1)).sum(-1)
+        entropy_BP, drafted_BP = teacher.entropy(head.logits(hidden_BPH))
+        counted_BP = known_BP & (at_P >= step)
         total = counted_BP.sum().clamp(min=1)
         loss = loss + decay**step * (entropy_BP * counted_BP).sum() / total
-        correct.append(((logits_BPV.argmax(-1) == place_BP) & counted_BP).sum() / total)
-    return loss, torch.stack(correct)
+        tried_BP = right_BP & (goal_BP >= 0) & (at_P >= step)
+        right_BP = tried_BP & known_BP & (drafted_BP == place_BP)
+        counts.append(torch.stack((right_BP.sum(), tried_BP.sum())))
+        right_BP = F.pad(right_BP[:, :-1], (1, 0))
+    return loss, torch.stack(counts, dim=1)
+
+
+def accept_length(counts_2J: Tensor) -> tuple[float, list[float]]:
+    """(tokens of a round of greedy chains, bonus included; the share of right drafts at each depth, of those reached)."""
+    right_J, tried_J = counts_2J.double()
+    shares_J = right_J / tried_J.clamp(min=1)
+    return 1 + float(shares_J.cumprod(0).sum()), shares_J.tolist()

@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from toolkit.serving.scripted import save_scripted
@@ -26,7 +27,8 @@ CALLER_TEMPLATE = (
     "{% for m in messages %}{{ m.content or '' }};{% endfor %}{% for t in tools or [] %}{{ t.function.name }};{% endfor %}"
     "{% if messages[-1].role == 'tool' %}9{% else %}:{% endif %}{# <tool_call> </think> #}"
 )
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here is fetched
+# Nothing here is fetched, neither models nor litellm's prices.
+os.environ |= {"HF_HUB_OFFLINE": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -59,12 +61,26 @@ def pair_served(chat_target: Path) -> Iterator[Served]:
             yield server
 
 
-@pytest.fixture(scope="session")
-def caller_served(asked_for: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A server over a target that thinks and then calls a tool by itself."""
+@pytest.fixture(scope="session", params=["plain", "speculating"])
+def caller_served(
+    request: pytest.FixtureRequest, asked_for: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    """A server over a target that thinks and then calls a tool by itself, without a drafter and with one."""
     target = save_scripted(tmp_path_factory.mktemp("scripted"), SCRIPT, CALLER_TEMPLATE)
+    how: tuple[Any, ...] = ("ngram", SpecConfig(4, 2, 9)) if request.param == "speculating" else ()
+    with SpecDecoder.from_pretrained(target, *how, device="cpu", max_batch_size=4) as decoder, Served(decoder) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def shipped_served(asked_for: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server over the shipped pair with a template that tells of tools, which it calls only where it must."""
+    template = tmp_path_factory.mktemp("template") / "tools.jinja"
+    template.write_text("{{ messages[0].content }}{% if tools %} {{ tools[0].function.name }}{% endif %}{# <tool_call> #}")
     with (
-        SpecDecoder.from_pretrained(target, "ngram", SpecConfig(4, 2, 9), device="cpu", max_batch_size=4) as decoder,
+        SpecDecoder.from_pretrained(
+            shipped.target_folder(), shipped.draft_folder(), device="cpu", max_batch_size=4, chat_template=template
+        ) as decoder,
         Served(decoder) as server,
     ):
         yield server

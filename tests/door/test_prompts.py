@@ -143,6 +143,15 @@ def test_a_chat_template_that_fails_says_so(tmp_path: Path, template: str | None
         encode_prompt(CHAT, "prompt", tokenizer, 384)
 
 
+@pytest.mark.parametrize("text", ["", " \n"])
+def test_an_empty_file_is_no_chat_template(tmp_path: Path, text: str) -> None:
+    """Keeps out: a model that has no template all at once, because a file was cut to nothing."""
+    file = tmp_path / "empty.jinja"
+    file.write_text(text)
+    with pytest.raises(ValueError, match="chat_template must be a file with a template, got .*empty.jinja', which is empty"):
+        Tokenizer(save_tokenizer(tmp_path, "{{ '' }}"), file)
+
+
 @pytest.mark.parametrize("template", ["/nope/chat.jinja", "/", "a\0b"])
 def test_a_chat_template_that_can_not_be_read_is_named(tmp_path: Path, template: str) -> None:
     """Keeps out: an error of the system that does not say which setting is wrong."""

@@ -69,6 +69,9 @@ def test_stop_strings_equal_a_slow_search() -> None:
             assert want[1].startswith(shown)
         assert (trimmer.token_ids, trimmer.text, trimmer.finish_reason) == want, stops
         assert shown == trimmer.text and kept == len(want[0])
+        written = "".join(word[t] for t in want[0])
+        assert trimmer.stop_text in (stops if want[2] == "stop" else [None])
+        assert written.startswith(want[1] + (trimmer.stop_text or ""))
         ends.add((want[2], len(want[0])))
     assert len(ends) > 8
 

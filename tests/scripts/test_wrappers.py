@@ -104,10 +104,10 @@ def test_help_and_wrong_settings_import_no_torch(tmp_path: Path, command: str) -
     traps.mkdir()
     for name in ("torch.py", "transformers.py"):
         (traps / name).write_text(f"raise RuntimeError('{name} was imported')\n")
-    flags = ["--text", "t", "--out", "o", "--steps", "0", *(["--target", "x"] if command == "head" else [])]
+    flags = ["--text", "t", "--out", "o", "--batch", "0", *(["--target", "x"] if command == "head" else [])]
     for more, status, said in (
         (["--help"], 0, "usage: train_"),
-        (flags, 2, f"train_{command}: steps: expected a whole number of at least 1"),
+        (flags, 2, f"train_{command}: batch: expected a whole number of at least 1"),
     ):
         done = run([sys.executable, "-P", "-m", "specdec.train", command, *more], tmp_path, PYTHONPATH=str(traps))
         assert done.returncode == status and said in done.stdout + done.stderr, done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -11,17 +12,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from specdec.train.loop import Progress, TrainingCheckpoint, TrainSchedule, fit, learning_rate, make_optimizer
+from specdec.train.checkpoint import BLOCK, Progress, TrainingCheckpoint
+from specdec.train.loop import PAUSED, SECONDS, STEPS, WORSE, TrainSchedule, fit, learning_rate, make_optimizer
+from specdec.train.step import StepClock, TrainStep
 from specdec.train.text.rows import SIDE_ENDS, TokenRows, mixed_batches
 
 SCHEDULE = TrainSchedule(steps=8, lr=0.1, warmup=2, weight_decay=0.1, eval_every=4)
 ROWS = torch.randn(8, 5, 3, generator=torch.Generator().manual_seed(0))
 
 
-def fresh(folder: Path) -> TrainingCheckpoint:
+CLOCK = StepClock(torch.device("cpu"))
+
+
+def fresh(folder: Path, small: bool = False) -> TrainingCheckpoint:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 1))
-    return TrainingCheckpoint(folder / "checkpoint.pt", model, make_optimizer(model, SCHEDULE), {})
+    return TrainingCheckpoint(folder / "checkpoint.pt", model, make_optimizer(model, SCHEDULE), {}, small)
 
 
 def run(
@@ -30,17 +36,24 @@ def run(
     scale: float = 1.0,
     stop: int = 99,
     losses: Callable[[], float] = lambda: 0.0,
+    schedule: TrainSchedule = SCHEDULE,
+    clock: Callable[[], float] = lambda: 0.0,
+    before: float = 0.0,
 ) -> list[int]:
     """Trains, up to an interrupt at step `stop`; the steps at which the loss was the lowest so far."""
     best: list[int] = []
+    step = TrainStep(
+        checkpoint.model, checkpoint.optimizer, lambda x: scale * (checkpoint.model(x[0]) - x[1]).square().mean(), CLOCK
+    )
 
-    def loss_at(step: int) -> Tensor:
-        if step == stop:
+    def make_step(number: int, lr: float) -> tuple[Tensor, Tensor]:
+        if number == stop:
             raise KeyboardInterrupt
-        return scale * (checkpoint.model(ROWS[step]) - step).square().mean()
+        return step((ROWS[number % len(ROWS)], torch.tensor(float(number))), lr)
 
+    on_best = lambda progress: best.append(progress.step)  # noqa: E731
     try:
-        fit(SCHEDULE, checkpoint, progress, loss_at, losses, lambda progress: best.append(progress.step))
+        fit(schedule, checkpoint, progress, make_step, losses, on_best, clock, before)
     except KeyboardInterrupt:
         pass
     return best
@@ -56,6 +69,77 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
     run(second, progress)
     for name, weight in whole.model.state_dict().items():
         assert torch.equal(weight, second.model.state_dict()[name]), name
+
+
+@torch.no_grad()
+def test_a_small_checkpoint_holds_the_run_in_a_third_of_the_bytes(tmp_path: Path) -> None:
+    """Keeps out: second moments of 0, by which the next step divides, scales of another block, and a step counted anew."""
+    torch.manual_seed(0)
+    model = nn.Linear(3 * BLOCK + 5, 7)
+    sizes, optimizer = [], make_optimizer(model, SCHEDULE)
+    for weight in model.parameters():
+        first = torch.randn(weight.shape) * torch.logspace(-6, 1, weight.numel()).view(weight.shape)
+        optimizer.state[weight] = {"step": torch.tensor(9.0), "exp_avg": first, "exp_avg_sq": first.square() * 0.1}
+    for small in (False, True):
+        checkpoint = TrainingCheckpoint(tmp_path / "checkpoint.pt", model, optimizer, {}, small)
+        checkpoint.save(Progress(step=9))
+        sizes.append(checkpoint.path.stat().st_size)
+    again = nn.Linear(3 * BLOCK + 5, 7)
+    other = TrainingCheckpoint(checkpoint.path, again, make_optimizer(again, SCHEDULE), {})
+    assert other.load().step == 9 and sizes[1] < 0.4 * sizes[0]
+    for own, read in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(read, own.bfloat16().float())
+        was, now = optimizer.state[own], other.optimizer.state[read]
+        assert now["step"] == was["step"] and (now["exp_avg_sq"] > 0).all()
+        for name in ("exp_avg", "exp_avg_sq"):
+            a, b = (
+                torch.nn.functional.pad(x[name].flatten(), (0, -x[name].numel() % BLOCK)).view(-1, BLOCK) for x in (was, now)
+            )
+            assert ((a - b).abs().amax(1) <= a.abs().amax(1) / 120).all(), name
+
+
+@pytest.mark.parametrize(("seconds", "steps", "end"), [(6.0, 1 << 40, SECONDS), (600.0, 8, STEPS)])
+def test_a_run_ends_with_its_seconds_or_its_steps(seconds: float, steps: int, end: str, tmp_path: Path) -> None:
+    """Keeps out: a rate that has not fallen when the time is over, a run without an end, evaluations at other times."""
+    checkpoint, progress, rates, now = fresh(tmp_path), Progress(), [], 100.0
+    schedule = TrainSchedule(steps, 1.0, 0, 0.0, 0, seconds=seconds)
+
+    def clock() -> float:
+        return now
+
+    def make_step(number: int, lr: float) -> tuple[Tensor, Tensor]:
+        nonlocal now
+        rates.append(lr)
+        now += 0.5
+        return torch.zeros(()), torch.zeros(())
+
+    fit(schedule, checkpoint, progress, make_step, lambda: 0.0, lambda _: None, clock, before=7.0)
+    assert progress.ended == end and progress.step == (12 if end == SECONDS else 8)
+    assert progress.spent == progress.seconds + 7 and len(progress.history) == 8
+    assert rates[0] == 1.0 and rates[-1] < 0.06 and rates == sorted(rates, reverse=True)
+
+
+def test_a_call_that_pauses_is_gone_on_with(tmp_path: Path) -> None:
+    """Keeps out: a call that ends without a checkpoint, counts the seconds of earlier calls, or goes on with another run."""
+    ticks, whole = iter(range(1000)), fresh(tmp_path)
+    run(whole, Progress())
+    first, second, progress = fresh(tmp_path), fresh(tmp_path), Progress()
+    pausing = replace(SCHEDULE, call_seconds=12.0)
+    run(first, progress, schedule=pausing, clock=lambda: next(ticks), before=4.0)
+    assert progress.ended == PAUSED and 0 < progress.step < 8
+    progress = second.load()
+    run(second, progress)
+    assert progress.ended == STEPS and progress.step == 8
+    for name, weight in whole.model.state_dict().items():
+        assert torch.equal(weight, second.model.state_dict()[name]), name
+
+
+def test_a_run_that_gets_worse_ends(tmp_path: Path) -> None:
+    """Keeps out: hours of overfitting, and a run that ends while another evaluation may still be better."""
+    losses, progress = iter([3.0, 2.0, 2.5, 1.0, 1.5, 1.0, 9.0, 9.0]), Progress()
+    every = replace(SCHEDULE, eval_every=1, patience=3)
+    assert run(fresh(tmp_path), progress, losses=lambda: next(losses), schedule=every) == [1, 2, 4]
+    assert (progress.ended, progress.step, progress.best_step) == (WORSE, 7, 4)
 
 
 def test_the_rate_rises_to_its_peak_and_falls_to_a_hundredth() -> None:

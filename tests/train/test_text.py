@@ -17,10 +17,12 @@ from specdec.models.keys.rope import parse_rope
 from specdec.train.__main__ import SPLITS, main
 from specdec.train.folder import begin_run, check_same, fingerprint, prepare_out
 from specdec.train.heads.safeailab import rope_keys
+from specdec.train.lesson.objective import rows_of_step
+from specdec.train.selftext import SelfText, coverage, read_rows_file, save_rows_file
 from specdec.train.settings import HeadRun, TargetRun
 from specdec.train.text import documents
 from specdec.train.text.documents import Document, read_documents
-from specdec.train.text.heldout import drop_alike, load_corpus
+from specdec.train.text.heldout import drop_alike, load_corpus, set_aside
 
 
 def words(seed: int, count: int = 80) -> str:
@@ -99,7 +101,55 @@ def test_nothing_held_out_is_nearly_trained_on(tmp_path: Path) -> None:
     other = tmp_path / "b.jsonl"
     other.write_text(json.dumps({"text": words(60)}))
     corpus = load_corpus([path], 0.05, eval_paths=[other])
-    assert len(corpus.train) == 9 and [document.text for document in corpus.held] == [words(60)]
+    assert corpus.train == train and corpus.held == []
+    assert {name: [each.text for each in held] for name, held in corpus.others.items()} == {"b": [words(60)]}
+
+
+def test_the_best_weights_are_chosen_on_other_documents(tmp_path: Path) -> None:
+    """Keeps out: a held-out loss of texts that open like the texts of the training, which falls while a head overfits."""
+    documents = [Document(words(i)) for i in range(41)]
+    documents[19] = Document(words(7) + " another end")
+    train, checked = set_aside(documents, 0.05)
+    assert checked == [documents[39]] and len(train) == 39 and not {each.text for each in checked} & {d.text for d in train}
+    assert set_aside(documents[:1], 0.05) == (documents[:1], [])
+    assert [len(part) for part in set_aside(documents[:2], 0.05)] == [1, 1]
+
+
+def test_rows_are_shared_by_runs_of_the_same_text(tmp_path: Path) -> None:
+    """Keeps out: rows of another target or text taken for this one's, ids that 16 bits do not hold, and ends that move."""
+    rows, path = torch.full((3, 5), -1), tmp_path / "more" / "rows.pt"
+    rows[0, :4], rows[1, :5] = torch.tensor([7, 1 << 15, 0, 3]), torch.tensor([65_535, 1, 1, 1, 2])
+    for more in (0, 1 << 20):
+        rows[0, 0] += more
+        save_rows_file(path, {"target": "a"}, rows)
+        read = torch.full_like(rows, -1)
+        read_rows_file(path, {"target": "a"}, read)
+        assert torch.equal(read, rows)
+    with pytest.raises(ValueError, match="self_text: .*target=a, this run has target=b; name another file by --self-text"):
+        read_rows_file(path, {"target": "b"}, read)
+    path.write_bytes(b"none")
+    with pytest.raises(ValueError, match="self_text: expected rows"):
+        read_rows_file(path, {"target": "a"}, read)
+
+
+def test_the_draft_vocabulary_is_that_of_what_the_target_wrote() -> None:
+    """Keeps out: prompts counted as if they were drafted, a share of the text that was learnt from, and sizes too small."""
+    rows = torch.full((40, 104), 5)
+    rows[:, 4:] = torch.arange(100)
+    rows[-2:, 4:] = torch.arange(100) % 50
+    text = SelfText(rows, torch.full((40,), 4))
+    assert text.checked == 2 and not (text.goals()[:, :4] >= 0).any()
+    assert coverage(text, 50, 512).startswith("draft vocabulary: 50 of 512 tokens, 100.00%")
+    assert coverage(text, 49, 512).endswith("98.00% of the text that is kept out of training")
+    line = coverage(text, 24, 512)
+    assert ", 48.00% of" in line and "98.0% with 64, 99.0% with 64" in line
+
+
+def test_an_epoch_of_steps_has_each_row_once() -> None:
+    """Keeps out: rows that some steps read twice while others are never read, and another order after a resume."""
+    seen = torch.cat([rows_of_step(step, 4, 10, seed=1) for step in range(5)]).view(2, 10)
+    assert (seen.sort(1).values == torch.arange(10)).all() and not torch.equal(seen[0], seen[1])
+    assert torch.equal(rows_of_step(2, 4, 10, seed=1), seen.flatten()[8:12])
 
 
 def test_what_a_run_must_not_overwrite(tmp_path: Path) -> None:
@@ -147,7 +197,12 @@ def test_a_head_s_config_names_its_rotary_positions(rope: RopeConfig) -> None:
 @pytest.mark.parametrize(
     "run, field, value",
     [
-        (HeadRun, "lr", 0.0),
+        (HeadRun, "lr", -0.1),
+        (TargetRun, "lr", 0.0),
+        (HeadRun, "seconds", -1),
+        (HeadRun, "keep_states", -2),
+        (HeadRun, "precision", "float16"),
+        (HeadRun, "save_dtype", "int4"),
         (HeadRun, "held_out", 1.0),
         (HeadRun, "warmup", -1),
         (HeadRun, "intermediate_size", -4),

@@ -104,4 +104,4 @@ class DFlash2Head(DFlashHead):
         logits = self.logits(hidden)
         own, candidates = logits.topk(self.candidates, dim=-1)
         scores = own + self.selector.added(hidden, before, candidates)
-        return torch.full_like(logits, -torch.inf).scatter(-1, candidates, scores)
+        return torch.full_like(logits, -torch.inf, dtype=scores.dtype).scatter(-1, candidates, scores)

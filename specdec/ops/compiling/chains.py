@@ -198,7 +198,7 @@ GROUPS = (
     KernelGroup(
         "unchained",
         "It is launched without the attribute: it starts when the kernel in front is complete, and may read everything.",
-        "gated_linear grouped_linear dequantise match_keys",
+        "gated_linear grouped_linear dequantise match_keys soft_entropy soft_entropy_gradient",
         {},
     ),
 )

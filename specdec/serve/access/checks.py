@@ -17,7 +17,7 @@ from specdec.serve.wire.errors import ApiError
 
 Headers = list[tuple[bytes, bytes]]
 HEADER_NAMES = re.compile(rb"[A-Za-z0-9!#$%&'*+.^_`|~-]+( *, *[A-Za-z0-9!#$%&'*+.^_`|~-]+)*")
-METHODS, EXPOSED, SECONDS = b"GET, HEAD, POST, OPTIONS", b"x-request-id, retry-after", b"600"
+METHODS, EXPOSED, SECONDS = b"GET, HEAD, POST, OPTIONS", b"x-request-id, request-id, retry-after, x-specdec-left-out", b"600"
 
 
 class OriginCheck:

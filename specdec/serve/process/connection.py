@@ -16,8 +16,10 @@ import h11
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from specdec.serve.messages.errors import body_for
 from specdec.serve.metrics import SLOW, UNREAD
 from specdec.serve.middleware import OPEN_PATHS
+from specdec.serve.times import TIMES
 from specdec.serve.wire.errors import ErrorAnswer, too_many_connections
 
 if TYPE_CHECKING:
@@ -130,4 +132,5 @@ class Connection(H11Protocol):
         if scope["path"] in OPEN_PATHS:
             await self._inner(scope, receive, closing)
         else:
-            await ErrorAnswer(too_many_connections())(scope, receive, send)
+            error = too_many_connections()
+            await ErrorAnswer(error, body_for(scope["path"], error), TIMES.discard)(scope, receive, send)

@@ -10,8 +10,9 @@ from specdec.checks import shown
 from specdec.serve.responses.history import read_input
 from specdec.serve.responses.output import ECHOED
 from specdec.serve.responses.tools import read_choice, read_tools
-from specdec.serve.wire.errors import ApiError, wrong
+from specdec.serve.wire.errors import wrong
 from specdec.serve.wire.fields import EXTENSIONS, SAMPLING_FIELDS, SILENT_FIELDS, UNSUPPORTED, only_used
+from specdec.serve.wire.left_out import sift
 
 RESPONSES = "/v1/responses"
 SILENT = (*SILENT_FIELDS, "client_metadata")  # the last one is Codex' own
@@ -51,15 +52,19 @@ CALLED = {
 }  # fmt: skip
 
 
-def chat_body(body: dict[str, Any], lenient: bool = False) -> dict[str, Any]:
-    """The body of the chat that is asked for.  ApiError 400 with the name of the field that is wrong."""
+def chat_body(body: dict[str, Any], lenient: bool = False) -> tuple[dict[str, Any], list[str]]:
+    """The body of the chat that is asked for, and what was left out of the request's, which only a lenient server does.
+
+    ApiError 400 with the name of the field that is wrong.
+    """
+    left_out = list[str]()
     _check_echoed(body)
     body = {name: value for name, value in body.items() if name not in SILENT or name in ELSEWHERE}
     for name, why in ELSEWHERE.items():
         if body.get(name) not in (None, False):
             raise wrong(name, f"{name} can't be used: {why}", UNSUPPORTED)
     if lenient:
-        body = {name: value for name, value in body.items() if name in USED}
+        body, left_out = sift(body, USED, NEUTRAL)
     values = only_used(body, USED, NEUTRAL, "")
     chat = {name: values[name] for name in ("model", "parallel_tool_calls", "stream", "stop", *SAME) if name in values}
     chat["messages"] = read_input(values.get("input"), values.get("instructions"))
@@ -81,16 +86,7 @@ def chat_body(body: dict[str, Any], lenient: bool = False) -> dict[str, Any]:
         chat |= {"logprobs": True, "top_logprobs": values.get("top_logprobs", 0)}
     elif values.get("top_logprobs"):
         raise wrong("top_logprobs", f"top_logprobs needs include; nearest setting that works: include={[LOGPROBS]}")
-    return chat
-
-
-def rename(error: ApiError) -> None:
-    """Gives an error about the chat the names of this endpoint's fields."""
-    param = error.param or ""
-    for chat, own in CALLED.items():
-        if param == chat or param.startswith((f"{chat}.", f"{chat}[")):
-            error.param, error.message = own + param.removeprefix(chat), error.message.replace(chat, own)
-            return
+    return chat, left_out
 
 
 def _check_echoed(body: dict[str, Any]) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from specdec.decoder import SpecDecoder
-from specdec.serve.generate import NO_TEMPLATE
+from specdec.serve.running.generate import NO_TEMPLATE
 from specdec.serve.state import ServerState
 from specdec.serve.tokens.bodies import read_detokenize, read_tokenize_plan, tokenized
 from specdec.serve.wire.errors import wrong
@@ -20,20 +21,25 @@ async def answer_tokenize(state: ServerState, request: Request, body: dict[str, 
     plan = read_tokenize_plan(body, state.options.name)
     name = "prompt" if isinstance(plan.prompt, str) else "messages"
 
-    def encoded(decoder: SpecDecoder) -> list[int]:
+    def work(decoder: SpecDecoder) -> list[int]:
         if plan.special or not isinstance(plan.prompt, str):
             return decoder.encode(told_effort(plan.prompt, plan.effort, decoder.tokenizer.template_variables), name)
         return decoder.tokenizer.encode_plain(plan.prompt)
 
+    ids = await encoded(state, request, work, name)
+    strings = [state.piece(token) for token in ids] if plan.strings else None
+    return JSONResponse(tokenized(ids, state.max_seq_len, strings))
+
+
+async def encoded(state: ServerState, request: Request, work: Callable[[SpecDecoder], list[int]], name: str) -> list[int]:
+    """The ids that the work makes, on another thread than the event loop's.  name: of the field that holds the prompt."""
     try:
-        ids = await state.unless_gone(state.decoder.prepared(encoded), request.receive)
+        return await state.unless_gone(state.decoder.prepared(work), request.receive)
     except (TypeError, ValueError) as error:
         tokenizer = state.decoder.decoder.tokenizer
         if name == "messages" and not tokenizer.has_chat_template:
             raise wrong(name, NO_TEMPLATE.format("/tokenize")) from None
         raise wrong(name, tokenizer.without_folder(str(error))) from None
-    strings = [state.piece(token) for token in ids] if plan.strings else None
-    return JSONResponse(tokenized(ids, state.max_seq_len, strings))
 
 
 async def answer_detokenize(state: ServerState, request: Request, body: dict[str, Any]) -> Response:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from specdec.chat.reply import Reply, ReplyReader, read_reply
+from specdec.chat.reply import ReplyReader, reply_of
 from specdec.generation import Chunk, FinishReason, Generation
 from specdec.serve.chats.parts import message_of
 from specdec.serve.wire.errors import ApiError, json_bytes
@@ -57,7 +57,7 @@ def whole_answer(
         of_answer = of_prompt.answer
         reason = {**said, "finish_reason": FINISH_REASONS[generation.finish_reason]}
         if plan.is_chat:
-            reply = Reply(generation.text, None, ()) if reader is None else read_reply(reader(), generation.text)
+            reply = reply_of(reader, generation.text)
             message, reason["finish_reason"] = message_of(reply), reason_of(generation.finish_reason, bool(reply.calls))
             choices.append({"index": index, "message": message, **reason})
         else:

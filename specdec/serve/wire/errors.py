@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
-
-from specdec.serve.times import TIMES
 
 MAX_MESSAGE_LENGTH = 1000  # a message may quote what the caller sent
 INVALID, BUSY, SERVER = "invalid_request_error", "rate_limit_error", "server_error"  # values of "type"
@@ -41,6 +40,14 @@ class ApiError(Exception):
         self.retry_after, self.leaves_body = retry_after, leaves_body
         self.message = message if len(message) <= MAX_MESSAGE_LENGTH else message[:MAX_MESSAGE_LENGTH] + "..."
 
+    def rename(self, called: Mapping[str, str]) -> None:
+        """Gives an error about a field the name of another endpoint.  called: what each field of a chat is called there."""
+        param = self.param or ""
+        for name, own in called.items():
+            if param == name or param.startswith((f"{name}.", f"{name}[")):
+                self.param, self.message = own + param.removeprefix(name), self.message.replace(name, own)
+                return
+
     def as_json(self) -> dict[str, Any]:
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
@@ -64,10 +71,11 @@ class ErrorAnswer(JSONResponse):
 
     Where the request's body has not been read, the rest of it is read and thrown away after the answer was sent: closing the
     connection at once would make the caller's system throw the answer away.  discard_seconds: for that.
+    body: the error in the form of an API.
     """
 
-    def __init__(self, error: ApiError, discard_seconds: float = TIMES.discard) -> None:
-        super().__init__(error.as_json(), error.status, error.headers())
+    def __init__(self, error: ApiError, body: dict[str, Any], discard_seconds: float) -> None:
+        super().__init__(body, error.status, error.headers())
         self._leaves_body, self._discard_seconds = error.leaves_body, discard_seconds
 
     def render(self, content: Any) -> bytes:

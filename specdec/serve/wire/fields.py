@@ -7,6 +7,7 @@ fields of sampling that greedy decoding does not look at: OpenAI's clients send 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from specdec.checks import nearest_name
@@ -98,10 +99,13 @@ def used_fields(body: dict[str, Any], path: str) -> dict[str, Any]:
     return only_used(body, USED_FIELDS[path], neutral, "")
 
 
-def only_used(values: dict[str, Any], used: tuple[str, ...], neutral: dict[str, tuple[Any, ...]], where: str) -> dict[str, Any]:
+def only_used(
+    values: dict[str, Any], used: tuple[str, ...], neutral: dict[str, tuple[Any, ...]], where: str,
+    elsewhere: Mapping[str, str] = ELSEWHERE,
+) -> dict[str, Any]:  # fmt: skip
     """The values that are used and not null.  ApiError 400 for any other, unless it is neutral.
 
-    where: what errors put before a name.
+    where: what errors put before a name.  elsewhere: what says the same as a field of another API.
     """
     kept = {}
     for name, value in values.items():
@@ -109,32 +113,16 @@ def only_used(values: dict[str, Any], used: tuple[str, ...], neutral: dict[str, 
         if name in used:
             kept[name] = value
         elif name not in neutral and value is not None:
-            alike = ELSEWHERE.get(full) or nearest_name(name[:100], [*used, *neutral])
+            alike = elsewhere.get(full) or nearest_name(name[:100], [*used, *neutral])
             hint = f"nearest: {alike or 'leave it out'}"
             raise wrong(full, f"{full} is not supported: there is no such field; {hint}", UNKNOWN_FIELD)
-        elif value is not None and not any(_is_same(value, allowed) for allowed in neutral[name]):
+        elif value is not None and not any(is_same(value, allowed) for allowed in neutral[name]):
             accepted = "".join(f" or send {json.dumps(allowed)}" for allowed in neutral[name][:1])
             works = INSTEAD.get(full) or ("tool_calls" if name == "function_call" else f"leave it out{accepted}")
             raise wrong(full, f"{full} is not supported by this server; nearest thing that works: {works}", UNSUPPORTED)
     return {name: value for name, value in kept.items() if value is not None}
 
 
-def _is_same(value: Any, allowed: Any) -> bool:
+def is_same(value: Any, allowed: Any) -> bool:
     """Equal, but 0 is not False."""
     return bool(value == allowed) and isinstance(value, bool) == isinstance(allowed, bool)
-
-
-def known_only(body: dict[str, Any], path: str) -> dict[str, Any]:
-    """The body without what this server does not know or can't do, in messages and stream_options too; see --lenient."""
-    kept = _known(body, USED_FIELDS[path])
-    if isinstance(messages := kept.get("messages"), list):
-        kept["messages"] = [_known(item, MESSAGE_FIELDS) if isinstance(item, dict) else item for item in messages]
-    if isinstance(options := kept.get("stream_options"), dict):
-        kept["stream_options"] = _known(options, STREAM_OPTIONS)
-    if not kept.get("stream"):
-        kept.pop("stream_options", None)
-    return kept
-
-
-def _known(values: dict[str, Any], used: tuple[str, ...]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if name in used}

@@ -16,10 +16,12 @@ from specdec.serve.chats.messages import effort_of, read_chat, text_part
 from specdec.serve.wire import fields
 from specdec.serve.wire.errors import ApiError, wrong
 from specdec.serve.wire.grammar import GRAMMAR_FIELDS, grammar_of
+from specdec.serve.wire.left_out import known_only
 
 DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI's; a chat answer may be as long as the context allows
 DEFAULT_TEMPERATURE = 1.0  # OpenAI's
 MAX_ID_DIGITS = 10  # of a token id
+THINKING_VARIABLES = ("enable_thinking", "thinking")  # of chat templates: of Qwen3, and of DeepSeek V3.1
 LIMIT_FIELDS = ("max_tokens", "max_completion_tokens")
 MAX_N = 2**31 - 1  # numbers of thousands of digits can't even be shown in an error
 
@@ -49,6 +51,8 @@ class RequestPlan:
     drops_output: bool = False  # the prompt alone was asked for: the one token that runs is not given
     tool_rules: ToolRules = field(default_factory=ToolRules)
     effort: str | None = None  # how much the model is to think, for templates that read it
+    thinks: bool | None = None  # whether it is to think at all, for templates that read that
+    left_out: Sequence[str] = ()  # what --lenient has taken out of the body
 
     @property
     def choices(self) -> int:
@@ -65,7 +69,7 @@ class RequestPlan:
 
     def prompt(self, index: int, variables: frozenset[str]) -> Any:
         """A prompt as the decoder takes it.  variables: those that the chat template reads."""
-        return told_effort(self.prompts[index], self.effort, variables)
+        return told_effort(self.prompts[index], self.effort, variables, self.thinks)
 
     def name_of(self, index: int) -> str:
         """What errors call a prompt."""
@@ -89,7 +93,8 @@ def read_plan(
     max_logprobs: the most likeliest tokens whose log-probabilities may be asked for.  lenient: leave out fields that the server
     does not know.
     """
-    values = fields.used_fields(fields.known_only(body, path) if lenient else body, path)
+    body, left_out = known_only(body, path) if lenient else (body, [])
+    values = fields.used_fields(body, path)
     check_model(values.get("model"), model_name)
     n = _checked("n", require_int, values.get("n", 1), 1, MAX_N)
     stream, include_usage, continuous = _streaming(values)
@@ -122,17 +127,21 @@ def read_plan(
         drops_output=max_tokens == 0,
         tool_rules=rules,
         effort=effort_of(values),
+        left_out=left_out,
     )
 
 
-def told_effort(prompt: Any, effort: str | None, variables: frozenset[str]) -> Any:
-    """A prompt whose template is told how much the model is to think, if it is a chat.  variables: those that it reads."""
-    if effort is None or not isinstance(prompt, ChatPrompt):
+def told_effort(prompt: Any, effort: str | None, variables: frozenset[str], thinks: bool | None = None) -> Any:
+    """A prompt whose template is told how much the model is to think, if it is a chat.  variables: those that it reads.
+
+    thinks: whether it is to think at all; None: as the effort says, or the template by itself.
+    """
+    if not isinstance(prompt, ChatPrompt):
         return prompt
-    more: dict[str, Any] = {"reasoning_effort": effort} if "reasoning_effort" in variables else {}
-    if effort == "none" and "enable_thinking" in variables:
-        more["enable_thinking"] = False
-    return replace(prompt, kwargs={**more, **prompt.kwargs})
+    told: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+    if effort == "none" or thinks is not None:
+        told |= dict.fromkeys(THINKING_VARIABLES, bool(thinks) and effort != "none")
+    return replace(prompt, kwargs={**{name: value for name, value in told.items() if name in variables}, **prompt.kwargs})
 
 
 def _flag(values: dict[str, Any], name: str) -> bool:

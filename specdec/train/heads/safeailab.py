@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.draft.formats import parts
+from specdec.draft.formats.parts import Part
 from specdec.draft.formats.reading import PartNames
 from specdec.draft.head import DraftHead
 from specdec.models.config import RopeConfig
@@ -33,9 +33,9 @@ def config_of(head: DraftHead) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def tensors_of(head: DraftHead) -> dict[str, Tensor]:
-    """Every tensor of the layout, by name."""
-    return parts.tensors_of([*head.parts(PartNames("midlayer")), ("lm_head", head.lm_head)]) | vocabulary_map(head)
+def parts_of(head: DraftHead) -> list[Part]:
+    """What the layout holds of a head, beside the map of its vocabulary."""
+    return [*head.parts(PartNames("midlayer")), ("lm_head", head.lm_head)]
 
 
 def vocabulary_map(head: DraftHead) -> dict[str, Tensor]:

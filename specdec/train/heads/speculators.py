@@ -7,12 +7,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
-from specdec.draft.formats import parts
+from specdec.draft.formats.parts import Part
 from specdec.draft.formats.reading import PartNames
 from specdec.draft.head import DraftHead
-from specdec.train.heads.safeailab import vocabulary_map
 
 NAMES = {"eagle3": "eagle3", "p-eagle": "peagle", "dflash": "dflash", "dflash2": "dflash2", "dspark": "dspark"}
 
@@ -78,12 +75,16 @@ def config_of(head: DraftHead, rope: dict[str, Any], verifier: Verifier) -> dict
     return raw
 
 
-def tensors_of(head: DraftHead) -> dict[str, Tensor]:
-    """Every tensor of the layout, by name; the ranks' shares of a head can't be written."""
+def parts_of(head: DraftHead) -> list[Part]:
+    """What the layout holds of a head, beside the map of its vocabulary; the ranks' shares of a head can't be written."""
     spec = head.config
     norms = {"none": (), "joint": ("input_norm",), "each": tuple(f"fc_norm.{index}" for index in range(len(spec.aux_layers)))}
     named = [*head.parts(PartNames.numbered(spec.model.num_layers, feature_norms=norms[spec.feature_norm]))]
-    is_whole = spec.draft_vocab_size == spec.model.vocab_size
     named += [("embed_tokens", head.embed_tokens)] if spec.reads_pairs else []
-    named += [("lm_head", head.lm_head)] if spec.reads_pairs or not is_whole else []
-    return parts.tensors_of(named) | ({} if is_whole else vocabulary_map(head))
+    named += [("lm_head", head.lm_head)] if spec.reads_pairs or has_map(head) else []
+    return named
+
+
+def has_map(head: DraftHead) -> bool:
+    """Whether the layout has a map of the head's vocabulary: not of the target's whole one."""
+    return head.config.draft_vocab_size != head.config.model.vocab_size

@@ -7,7 +7,7 @@ well the twin was remembered.  This file knows documents, and neither models nor
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,11 +21,14 @@ ALIKE = 0.5  # share of a document's runs that another text holds, from which on
 
 
 class Corpus(NamedTuple):
-    """train, held: the documents to train on, and those held out.  notes: lines that say where both come from."""
+    """train, held: the documents to train on, and those held out.  notes: lines that say where both come from.
+    others: held-out documents of other files, by the files' names.
+    """
 
     train: list[Document]
     held: list[Document]
     notes: list[str]
+    others: dict[str, list[Document]]
 
 
 def load_corpus(
@@ -33,8 +36,8 @@ def load_corpus(
 ) -> Corpus:
     """The documents of several files.
 
-    share: of each file's documents, the last ones, that is held out.  eval_paths: files of which all documents are held out;
-    nothing of the other files is then.
+    share: of each file's documents, the last ones, that is held out; of a single one none, if there are eval_paths.
+    eval_paths: files of which all documents are held out.
     Held-out documents that open like a training document are left out.
 
     ValueError as of read_documents, and if too little is left on either side.
@@ -46,7 +49,7 @@ def load_corpus(
     notes: list[str] = []
     for path in paths:
         documents, note = read_documents(path, split)
-        kept = 0 if eval_paths else max(1, round(len(documents) * share))
+        kept = 0 if eval_paths and len(documents) == 1 else max(1, round(len(documents) * share))
         if len(documents) <= kept:
             raise ValueError(
                 f"text: expected at least 2 documents to hold one out, got {note}; name another --split, or held-out text with "
@@ -55,18 +58,36 @@ def load_corpus(
         train += documents[: len(documents) - kept]
         held += documents[len(documents) - kept :]
         notes.append(note)
+    new = drop_alike(held, train)
+    others: dict[str, list[Document]] = {}
+    notes.append(f"{len(train)} to train on, {len(new)} held out; {len(held) - len(new)} more open like one of the others")
     for path in eval_paths:
         documents, note = read_documents(path, split)
+        others[_name_for(path, others)] = unlike = drop_alike(documents, train)
+        notes.append(f"{note}, to measure the head with; {len(documents) - len(unlike)} more open like one of the others")
         held += documents
-        notes.append(note)
-    new = drop_alike(held, train)
-    notes.append(f"{len(train)} to train on, {len(new)} held out; {len(held) - len(new)} more open like one of the others")
-    if not new:
+    if not (all(others.values()) if others else new):
         raise ValueError(
             f"text: expected held-out documents that open unlike those to train on, got {len(held)} that do not; name other "
             "text with --eval-text"
         )
-    return Corpus(train, new, notes)
+    return Corpus(train, new, notes, others)
+
+
+def _name_for(path: str | Path, taken: Container[str]) -> str:
+    """A file's name without endings, or its whole path where another file has that name."""
+    name = Path(path).name.partition(".")[0]
+    return str(path) if name in taken else name
+
+
+def set_aside(documents: Sequence[Document], share: float) -> tuple[list[Document], list[Document]]:
+    """(documents to train on, documents by whose texts the best checkpoint is chosen): evenly spread ones, none of which opens
+    like one to train on.  The second list is empty where there are too few.
+    """
+    every = max(2, round(1 / share))
+    picked = set(range(min(every, len(documents)) - 1, len(documents), every)) if len(documents) > 1 else set()
+    rest = [document for index, document in enumerate(documents) if index not in picked]
+    return rest, drop_alike([documents[index] for index in sorted(picked)], rest)
 
 
 def runs_of(text: str) -> set[tuple[str, ...]]:

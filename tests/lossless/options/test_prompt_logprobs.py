@@ -1,12 +1,14 @@
 """Log-probabilities of a prompt's tokens are those of transformers' own pass over it, however the prompt is cut and batched."""
 
+import asyncio
+
 import pytest
 import torch
 from toolkit.models import Zoo, ragged_prompts
 from toolkit.parallel.decoders import with_ranks
 from transformers import AutoModelForCausalLM
 
-from specdec import Generation, SamplingParams, SpecConfig, SpecDecoder, shipped
+from specdec import AsyncSpecDecoder, Generation, SamplingParams, SpecConfig, SpecDecoder, shipped
 from specdec.generation import TokenLogprob
 from specdec.runner.workers import Workers
 from specdec.session import Session
@@ -62,6 +64,7 @@ def test_prompts_of_the_shipped_target(shipped_logits: dict[tuple[int, ...], tor
         assert sum(out.stats.accepted for out in first)
         longest = prompts[4]
         check(decoder.score(longest, 3)[0], shipped_logits[tuple(longest)], longest, 3)
+        assert asyncio.run(AsyncSpecDecoder(decoder).score(longest, 3)) == decoder.score(longest, 3)[0]
         for wrong in (None, -1, "a", 10**9):  # None would give nothing, in silence
             with pytest.raises((TypeError, ValueError), match="^top must be "):
                 decoder.score(longest, wrong)  # type: ignore[arg-type]

@@ -149,7 +149,7 @@ def test_a_compressed_body_is_refused_as_such(served: Served, encoding: str) -> 
 @pytest.mark.parametrize(
     ("path", "nearest"),
     [
-        ("/v1/messages", "/v1/chat/completions"), ("/generate", "/v1/completions"),
+        ("/v1/v1/messages", "/v1/messages"), ("/generate", "/v1/completions"),
         ("/chat/completions", "/v1/chat/completions"), ("/v1/completions/", "/v1/completions"), ("/healthz", "/health"),
         ("/v1/compeltions", "/v1/completions"), ("/models", "/v1/models"), ("/v1/embeddings", ""), ("/v1/audio/speech", ""),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import httpx
@@ -49,6 +50,30 @@ def test_a_server_takes_unknown_fields_only_where_it_says_so(served: Served) -> 
     with Served(served.decoder, lenient=True) as server:
         assert post(server, COMPLETIONS, odd).json()["choices"] == post(served, COMPLETIONS, ASK).json()["choices"]
         assert post(server, COMPLETIONS, {**odd, "top_p": 7}).json()["error"]["param"] == "top_p"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_lenient_server_says_what_it_left_out(chat_served: Served, stream: bool) -> None:
+    """Keeps out: a field that does nothing and nobody hears of it, one that says nothing and is named all the same, a name
+    that breaks the header, and a caller's own words in the log."""
+    message = {"role": "user", "content": "Hi", "odd": 1, "refusal": None, "annotations": []}
+    body = {
+        "messages": [message], "max_tokens": 2, "temperature": 0, "stream": stream, "guided_json": {}, "user": "u",
+        "functions": [], "suffix": None, "my secret\r\n\x7fä": 1,
+    }  # fmt: skip
+    header = "x-specdec-left-out"
+    with Served(chat_served.decoder, lenient=True) as server:
+        answer = post(server, CHAT, {**body, **({} if stream else {"stream_options": {"include_usage": True}})})
+        more = ["messages[0].odd", *([] if stream else ["stream_options"])]
+        assert answer.headers[header].split(", ") == ["guided_json", r"'my secret\r\n\x7f\xe4'", *more]
+        many = post(server, CHAT, {**body, **{f"odd{number}": 1 for number in range(300)}}).headers[header]
+        assert many.endswith(", odd17, and 283 more")
+        told = post(server, "/v1/responses", {"input": "Hi", "max_output_tokens": 2, "odd": 1, "store": False})
+        assert told.headers[header] == "odd" and told.json()["status"] == "incomplete"
+        assert header not in post(server, COMPLETIONS, {"prompt": "a", "max_tokens": 1, "user": "u", "best_of": 1}).headers
+        lines = server.requests_logged(4)
+        assert lines[0]["left_out"][:3] == ["guided_json", "(unknown)", "(unknown)"] and "left_out" not in lines[3]
+        assert "secret" not in json.dumps(server.lines)
 
 
 def test_usage_in_each_event(served: Served) -> None:

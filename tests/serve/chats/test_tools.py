@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,8 @@ from toolkit.driver import Driver
 from toolkit.serving.scripted import save_scripted
 from toolkit.serving.server import Served, error_of
 
-from specdec import SamplingParams, SpecConfig, SpecDecoder, shipped
+from specdec import AsyncSpecDecoder, SamplingParams, SpecConfig, SpecDecoder, shipped
+from specdec.chat.answer import ChatAnswer
 
 PATH, PARAMETERS = "/v1/chat/completions", "tools[0].function.parameters"
 SCHEMA = {
@@ -23,6 +25,7 @@ SCHEMA = {
 }
 WEATHER = {"type": "function", "function": {"name": "get_weather", "description": "It", "parameters": SCHEMA}}
 TOOLS = [WEATHER, {"type": "function", "function": {"name": "now"}}]
+FORCED = {"type": "function", "function": {"name": "get_weather"}}
 # A thought, some content, and a call.
 SCRIPT = {
     ":": "<think>", "<think>": "h", "h": "i", "i": "</think>", "</think>": "L", "L": "o", "o": "<tool_call>",
@@ -106,7 +109,29 @@ def test_a_decoder_calls_too(scripted: Served, speculate: bool) -> None:
     assert (plain.thought, plain.content, plain.calls) == ("hi", "", ())
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
+def test_coroutines_chat_too(scripted: Served) -> None:
+    """Keeps out: another answer of a chat in a coroutine, an argument that is lost on the way, errors that come otherwise."""
+    decoder, long = scripted.decoder, SamplingParams(max_tokens=200)
+    asked: dict[str, Any] = {
+        "tools": TOOLS, "tool_choice": FORCED, "parallel_tool_calls": False, "tool_parser": "hermes", "speculate": False,
+        "chat_template_kwargs": {"enable_thinking": False}, "reasoning_parser": "none",
+    }  # fmt: skip
+    ways: list[dict[str, Any]] = [{"tools": TOOLS}, asked]
+
+    async def all_of() -> list[ChatAnswer]:
+        several = AsyncSpecDecoder(decoder)
+        with pytest.raises(ValueError, match="tool_parser must be .* nearest"):
+            await several.chat(USER, tool_parser="herms")
+        return await asyncio.gather(*(several.chat(USER, long, **how) for how in ways))
+
+    for found, how in zip(asyncio.run(all_of()), ways, strict=True):
+        same = decoder.chat(USER, long, **how)
+        assert (found.thought, found.content, found.calls) == (same.thought, same.content, same.calls) and found.calls
+        assert found.generation.token_ids == same.generation.token_ids
+        assert bool(found.generation.stats.drafted) == how.get("speculate", True)
+
+
+@pytest.mark.parametrize("choice", ["required", FORCED])
 @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 1.5, "seed": 4}])
 def test_a_call_can_be_required(scripted: Served, choice: Any, sampling: dict[str, Any]) -> None:
     """Keeps out: content before a required call, another function than the named one, and a thought that no call may have."""
@@ -117,9 +142,6 @@ def test_a_call_can_be_required(scripted: Served, choice: Any, sampling: dict[st
         name == "get_weather" and {*arguments} == {"unit", "exact"} if choice != "required" else name in ("get_weather", "now")
     )
     assert sampling["temperature"] or found["message"]["reasoning_content"] == "hi"
-
-
-FORCED = {"type": "function", "function": {"name": "get_weather"}}
 
 
 def test_the_shipped_pair_calls_too(tmp_path: Path) -> None:

@@ -65,6 +65,9 @@ def test_the_door_is_the_same(on_ray: OnRay) -> None:
     answer = ask_with(json=body, headers=key)
     (named,) = answer.headers.get_list("x-request-id")
     assert answer.json()["id"] == f"cmpl-{named}"
+    message = {"model": "specdec", "max_tokens": 1, "messages": [{"role": "user", "content": "Once"}]}
+    refused = httpx.post(f"{on_ray.url}/v1/messages", json=message, headers={"x-api-key": KEY}, timeout=PATIENCE)
+    assert refused.json()["type"] == "error" and "no chat template" in refused.json()["error"]["message"]
     assert on_ray.get("/health").json() == {"status": "ok"}
     assert on_ray.get("/ready").status_code == 200
 

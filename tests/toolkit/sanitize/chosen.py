@@ -220,6 +220,8 @@ CHOSEN: dict[str, list[str]] = {
     "first_level_kernel": ["tests/draft/test_kernels.py::test_growth_equals_the_definition[3-3-3-17-plain]"],
     "expand_kernel": [],
     "fork_kernel": ["tests/draft/test_kernels.py::test_forks_equal_the_definition[1-2-3-9-64]"],
+    "soft_entropy_kernel": ["tests/train/test_entropy.py::test_the_kernels_are_the_definition[4099-dtype1]"],
+    "soft_entropy_gradient_kernel": [],
     "match_keys_kernel": ["tests/draft/ngram/test_lookup.py::test_the_kernel_finds_the_same_places[span]"],
     "best_nodes_kernel": ["tests/draft/test_kernels.py::test_the_best_nodes_equal_the_definition[2-4-4-53-False]"],
     "best_paths_kernel": ["tests/draft/block/test_grow.py::test_the_kernel_finds_the_same[3-3-20-random]"],

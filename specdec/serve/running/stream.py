@@ -18,8 +18,8 @@ from starlette.types import Receive, Scope, Send
 from specdec.async_decoder import AsyncStream
 from specdec.engine.request import Request
 from specdec.generation import Chunk, FinishReason, Generation
-from specdec.serve.generate import failure_of
 from specdec.serve.log import CLIENT_GONE, LogEntry
+from specdec.serve.running.generate import failure_of
 from specdec.serve.state import ServerState
 from specdec.serve.wire.errors import ApiError, ClientGone
 from specdec.serve.wire.requests import RequestPlan

@@ -1,0 +1,1 @@
+"""What a finished head is worth, and the card that says so."""
