@@ -178,6 +178,7 @@ def make_decoder(
     attention: str = "auto",
     deterministic: bool = False,
     ranks: Ranks | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> SpecDecoder:
     """A decoder on the first GPU, or where the model lies if that is the CPU."""
     device = model.embed_tokens.weight.device.type
@@ -189,7 +190,7 @@ def make_decoder(
     settings = resolve_settings(options, spec, model.config)
     settings = replace(settings, attention_backend=choose_attention(settings, model.config, *head.needs.models))
     settings = settings.with_drafter(head)
-    return SpecDecoder(model, head if spec else None, settings, Tokenizer(Path("/nonexistent")), ranks)
+    return SpecDecoder(model, head if spec else None, settings, tokenizer or Tokenizer(Path("/nonexistent")), ranks)
 
 
 def random_prompts(batch: int, context: int, vocab_size: int = 100000) -> list[list[int]]:

@@ -5,9 +5,9 @@
 It imports neither torch nor specdec, so it takes nothing from the server but answers.  Times are those of `time.monotonic`,
 which all processes of a Linux machine share.  Collecting garbage waits until a command is done.
 
-A command is {"work": fields of Work, "start": time, "lanes": [[number, ...], ...]} or
+A command is {"work": fields of Work, "start": time, "lanes": [[number, ...], ...], "seconds": for which requests are sent} or
 {"work": ..., "start": time, "arrivals": [[seconds after the start, number], ...], "places": int}.
-The answer is a list with the fields of a `Record` for each request.
+The answer is a list with the fields of a `Record` for each request that was sent.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ class Record:
     error: str | None = None
 
 
-async def send(client: Any, work: Work, prompt: list[int], record: Record) -> None:
+async def send(client: Any, fields: dict[str, Any], record: Record) -> None:
     """Runs one streamed request, and writes into the record what came of it."""
-    pieces: list[tuple[float, str]] = []
+    is_chat = "messages" in fields
+    pieces: list[tuple[float, int]] = []
     finish_reason = usage = None
     record.sent = time.monotonic()
     try:
-        stream = await client.completions.create(
-            model=work.model, prompt=prompt, max_tokens=work.max_tokens, temperature=0, seed=record.number, stream=True,
-            stream_options={"include_usage": True}, extra_headers=work.session(record.number),
-        )  # fmt: skip
+        stream = await (client.chat if is_chat else client).completions.create(**fields)
         async for part in stream:
-            now = time.monotonic()
+            now, before = time.monotonic(), usage.completion_tokens if usage else 0
             usage = part.usage or usage
             for choice in part.choices:
-                if choice.text:
-                    pieces.append((now, choice.text))
+                if is_chat and said_of(choice.delta):
+                    pieces.append((now, usage.completion_tokens - before if usage else 0))
+                elif not is_chat and choice.text:
+                    pieces.append((now, count_tokens(choice.text)))
                 finish_reason = choice.finish_reason or finish_reason
         record.ended = time.monotonic()
         if finish_reason is None or usage is None:
@@ -67,24 +67,33 @@ async def send(client: Any, work: Work, prompt: list[int], record: Record) -> No
         record.tokens = usage.completion_tokens
         details = usage.completion_tokens_details
         record.accepted = (details and details.accepted_prediction_tokens) or 0
-        record.chunks = [(when, count_tokens(text)) for when, text in pieces]
+        record.chunks = pieces
     except Exception as error:  # of any kind: it is a failure to be counted
         record.ended, record.error = time.monotonic(), f"{type(error).__name__}: {error}"
 
 
-async def run_lane(client: Any, work: Work, records: list[Record], prompts: dict[int, list[int]], start: float) -> None:
-    """One client of a closed loop: each request is due when the one before it has ended."""
+def said_of(delta: Any) -> str:
+    """What a chunk of a chat adds: content, a thought, or a part of a call."""
+    calls = [each.function for each in delta.tool_calls or ()]
+    said = [delta.content, getattr(delta, "reasoning_content", None)]
+    return "".join(each or "" for each in (*said, *(text for call in calls for text in (call.name, call.arguments))))
+
+
+async def run_lane(client: Any, records: list[Record], asked: dict[int, dict[str, Any]], start: float, end: float) -> None:
+    """One client of a closed loop: each request is due when the one before it has ended; none is sent after the end."""
     await asyncio.sleep(start - time.monotonic())
     for record in records:
-        record.arrived = time.monotonic()
-        await send(client, work, prompts[record.number], record)
+        if (now := time.monotonic()) >= end:
+            break
+        record.arrived = now
+        await send(client, asked[record.number], record)
 
 
-async def run_arrival(client: Any, work: Work, record: Record, prompt: list[int], places: asyncio.Semaphore) -> None:
+async def run_arrival(client: Any, record: Record, fields: dict[str, Any], places: asyncio.Semaphore) -> None:
     """One request of an open loop: sent when it is due, or as soon after that as one of this process's places is free."""
     await asyncio.sleep(record.arrived - time.monotonic())
     async with places:
-        await send(client, work, prompt, record)
+        await send(client, fields, record)
 
 
 async def obey(client: Any, command: dict[str, Any]) -> list[Record]:
@@ -92,12 +101,13 @@ async def obey(client: Any, command: dict[str, Any]) -> list[Record]:
     if "lanes" in command:
         lanes = [[Record(number, start) for number in lane] for lane in command["lanes"]]
         records = [record for lane in lanes for record in lane]
-        prompts = {record.number: work.prompt(record.number) for record in records}
-        await asyncio.gather(*(run_lane(client, work, lane, prompts, start) for lane in lanes))
-        return records
+        asked = {record.number: work.fields(record.number) for record in records}
+        end = start + command["seconds"]
+        await asyncio.gather(*(run_lane(client, lane, asked, start, end) for lane in lanes))
+        return [record for record in records if record.sent]
     records = [Record(number, start + offset) for offset, number in command["arrivals"]]
     places = asyncio.Semaphore(command["places"])
-    calls = [run_arrival(client, work, record, work.prompt(record.number), places) for record in records]
+    calls = [run_arrival(client, record, work.fields(record.number), places) for record in records]
     await asyncio.gather(*calls)
     return records
 

@@ -15,6 +15,7 @@ from typing import Any
 from serving.clients import Record
 from serving.work import Work
 
+DAY = 86_400.0  # seconds, in which every lane comes to its end
 LEAD = 0.3  # seconds between a command and its start, in which the processes make their prompts
 
 
@@ -42,10 +43,10 @@ class ClientProcesses:
         for process in self._processes:
             process.wait(timeout=30)
 
-    def closed(self, work: Work, lanes: Sequence[Sequence[int]]) -> tuple[float, list[Record]]:
-        """Every lane is a client that sends its next request when the last one has ended.  (start, records)"""
+    def closed(self, work: Work, lanes: Sequence[Sequence[int]], seconds: float = DAY) -> tuple[float, list[Record]]:
+        """Every lane is a client that sends its next request when the last one has ended, for so long.  (start, records)"""
         count = min(len(self._processes), len(lanes))
-        return self._run(work, [{"lanes": lanes[i::count]} for i in range(count)])
+        return self._run(work, [{"lanes": lanes[i::count], "seconds": seconds} for i in range(count)])
 
     def opened(self, work: Work, arrivals: Sequence[tuple[float, int]], places: int) -> tuple[float, list[Record]]:
         """Requests are due at their times, whatever the server does; each process has its share of the places.

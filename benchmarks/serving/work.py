@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 LOWER = "abcdefghijklmnopqrstuvwxyz"
 
@@ -19,6 +20,7 @@ class Work:
 
     model: what the server calls the model.  vocab_size: the target's.
     groups: of requests whose prompts begin alike, with `shared_tokens` ids; 0: all prompts differ.
+    chat: fields of a chat besides its message, which then has so many random words, and its max_tokens; None: no chats.
     """
 
     model: str
@@ -27,6 +29,7 @@ class Work:
     max_tokens: int
     groups: int = 0
     shared_tokens: int = 0
+    chat: dict[str, Any] | None = None
 
     def prompt(self, number: int) -> list[int]:
         """Token ids of the prompt of a request; its seed is its number."""
@@ -39,6 +42,23 @@ class Work:
     def session(self, number: int) -> dict[str, str]:
         """Headers that name a request's group, for a router that has each group answered in one place."""
         return {"x-session-id": f"group {number % self.groups}"} if self.groups else {}
+
+    def fields(self, number: int) -> dict[str, Any]:
+        """What the request asks for: arguments of the client's `create`, of completions or of chats."""
+        shared: dict[str, Any] = {
+            "model": self.model,
+            "max_tokens": self.max_tokens,
+            "temperature": 0,
+            "seed": number,
+            "stream": True,
+        }
+        shared["extra_headers"] = self.session(number)
+        if self.chat is None:
+            return {**shared, "prompt": self.prompt(number), "stream_options": {"include_usage": True}}
+        chance = random.Random(number)
+        words = "".join(f" {chance.choice(LOWER)}{chance.choice(LOWER)}" for _ in range(self.prompt_tokens))
+        usage = {"include_usage": True, "continuous_usage_stats": True}
+        return {**shared, "messages": [{"role": "user", "content": words}], "stream_options": usage, **self.chat}
 
 
 def save_tokenizer(folder: Path, vocab_size: int) -> None:

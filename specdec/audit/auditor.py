@@ -7,13 +7,14 @@ that is measured on the same text.  This module knows no HTTP and no metric's na
 from __future__ import annotations
 
 import random
+import time
 import warnings
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from specdec.audit.idle_pass import Wanted, read_while_idle
 from specdec.batch.grammars.masks import masks_of_text
@@ -37,6 +38,13 @@ def warn(message: str) -> None:
     warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
+class Waiting(NamedTuple):
+    """A text that is to be compared.  since: when it had come to its end, by time.monotonic."""
+
+    finished: FinishedText
+    since: float
+
+
 class Auditor:
     """The audit of one decoder, whose thread does its work (see `IdleWork`).
 
@@ -57,7 +65,8 @@ class Auditor:
         self._vocab_size, self._tokenizer = vocab_size, tokenizer
         self.names: dict[str, Any] = {"target": "", "draft": None}
         self._chance = random.Random()
-        self._waiting: deque[FinishedText] = deque()
+        self._waiting: deque[Waiting] = deque()
+        self._is_late = False
         self._masks: Any = None  # of the first text that waits
         self.files: list[Path] = []
         self.keeps_texts, self.max_waiting = False, MAX_WAITING
@@ -69,14 +78,16 @@ class Auditor:
     def take(self, request: Request) -> None:
         """A request has come to its end: its answer is compared if chance says so."""
         options, output = self._settings.options, request.output
-        if not output.token_ids or self._chance.random() >= options.audit:
+        if not output.token_ids or request.drops_output or self._chance.random() >= options.audit:
             return
         if request.num_tokens > options.audit_max_tokens:
             self._totals.audit_skipped["long"] += 1
         elif len(self._waiting) >= self.max_waiting:
             self._totals.audit_skipped["queue"] += 1
+            self._tell_that_it_is_late()
         else:
-            self._waiting.append(FinishedText.of(request))
+            self._waiting.append(Waiting(FinishedText.of(request), time.monotonic()))
+            self._count_waiting()
 
     @property
     def has_work(self) -> bool:
@@ -84,7 +95,7 @@ class Auditor:
 
     def work(self, engine: Engine[Any], is_wanted: Callable[[], bool]) -> None:
         """Compares one text.  If somebody comes meanwhile, that ends between two layers, to begin anew later."""
-        finished = self._waiting[0]
+        finished = self._waiting[0].finished
         try:
             text = self._generated(finished)
             check = engine.runner.on_all_ranks(self.compare, self._settings, text, Wanted(is_wanted))
@@ -107,6 +118,21 @@ class Auditor:
     def _done(self) -> None:
         self._waiting.popleft()
         self._masks = None
+        self._is_late = self._is_late and len(self._waiting) > self.max_waiting // 2
+        self._count_waiting()
+
+    def _count_waiting(self) -> None:
+        self._totals.audit_waiting = len(self._waiting)
+        self._totals.audit_waits_since = self._waiting[0].since if self._waiting else None
+
+    def _tell_that_it_is_late(self) -> None:
+        """Tells once that answers are skipped, and again after half of those that wait have been compared."""
+        if not self._is_late:
+            self._is_late, waited = True, time.monotonic() - self._waiting[0].since
+            self._say(
+                f"the audit is late: {len(self._waiting)} answers wait, the oldest for {waited:.0f} s, and further ones are "
+                "skipped, because it compares only while no request is there; with a smaller audit fewer would wait"
+            )
 
     def _generated(self, finished: FinishedText) -> GeneratedText:
         """The text as the reference takes it.  The draws of its row are those of `choice`."""

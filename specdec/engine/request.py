@@ -51,6 +51,7 @@ class Request:
     scores: list[TokenLogprob] = field(default_factory=list)
     rounds: list[Round] | None = None
     left_after: LeftAfter | None = None
+    drops_output: bool = False  # its caller wants what is known of the prompt, and is not given the token that must run
     shape: SpecConfig | None = None  # of the trees that it asks for, as rounds name it; None: it takes any
     scope: int = 0  # the key of those whose earlier answers it may be proposed, as they may be this one's; 0: nobody's
     cache_salt: str | None = None  # of those with which it may share pages of the prefix cache

@@ -70,6 +70,8 @@ class Totals:
     cached_tokens: int = 0  # those of them that the prefix cache held
     output_tokens: int = 0  # that requests have kept
     drafted: int = 0  # draft tokens that were proposed, summed over rows
+    audit_waiting: int = 0  # finished answers that the audit is to compare as soon as no request is there
+    audit_waits_since: float | None = None  # when the first of them had come to its end, by time.monotonic
     audit_texts: int = 0  # finished answers that the audit has compared with the reference
     audit_tokens: int = 0  # their tokens
     audit_mismatch: int = 0  # those of them that rounding does not explain

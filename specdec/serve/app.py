@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from specdec.checks import nearest_name
-from specdec.serve.endpoints import Endpoints, ReadMetrics, SetCorpus
+from specdec.serve.endpoints import Endpoints, ReadMetrics, SetCorpus, SwitchDrafts
 from specdec.serve.log import CLIENT_GONE
 from specdec.serve.messages.errors import COUNT_TOKENS, MESSAGES
 from specdec.serve.middleware import ENTRY, OPEN_PATHS, RequestMiddleware, error_answer
@@ -31,15 +31,20 @@ ELSEWHERE = {
 ABSENT = ("embeddings", "rerank", "moderations", "images", "audio", "files", "batches", "assistants", "threads")
 
 
-def app_of(state: ServerState, read_metrics: ReadMetrics | None = None, set_corpus: SetCorpus | None = None) -> FastAPI:
+def app_of(
+    state: ServerState,
+    read_metrics: ReadMetrics | None = None,
+    set_corpus: SetCorpus | None = None,
+    switch: SwitchDrafts | None = None,
+) -> FastAPI:
     """The application over a server's state.  FastAPI's pages of documentation are off: they load scripts from another site.
 
-    read_metrics: what /metrics answers; None: the metrics of this server.  set_corpus: what /v1/corpus does; None: it sets the
-    corpus of this server.
+    read_metrics: what /metrics answers.  set_corpus: what /v1/corpus does.  switch: what /v1/drafting does.  None: what this
+    server alone has and does.
     """
     app = FastAPI(title="specdec", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     state.counts.know((*PATHS, "/"))
-    endpoints = Endpoints(state, read_metrics, set_corpus)
+    endpoints = Endpoints(state, read_metrics, set_corpus, switch)
     for path, endpoint, methods in (
         (COMPLETIONS, endpoints.completions, ["POST"]),
         (CHAT, endpoints.chat, ["POST"]),

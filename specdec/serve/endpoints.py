@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from specdec import __version__
 from specdec.checks import shown
+from specdec.decoder import SpecDecoder
 from specdec.generation import Generation
 from specdec.serve.chats.reply_stream import writer_of
 from specdec.serve.messages.endpoint import answer_count, answer_message
@@ -36,16 +37,24 @@ from specdec.serve.wire.requests import RequestPlan, read_plan, unknown_model
 
 ReadMetrics = Callable[[], Awaitable[bytes]]  # gives the page of /metrics
 SetCorpus = Callable[[str, Sequence[str]], Coroutine[Any, Any, int]]  # see SpecDecoder.set_corpus
+SwitchDrafts = Callable[[bool | None], Coroutine[Any, Any, bool]]  # see `switch_drafts`
 
 
 class Endpoints:
     """The methods are what the paths answer."""
 
-    def __init__(self, state: ServerState, read_metrics: ReadMetrics | None, set_corpus: SetCorpus | None) -> None:
+    def __init__(
+        self,
+        state: ServerState,
+        read_metrics: ReadMetrics | None,
+        set_corpus: SetCorpus | None,
+        switch: SwitchDrafts | None,
+    ) -> None:
         self._state = state
         self._registry: CollectorRegistry = registry_of(lambda: state.decoder.totals, state.counts, state.options)
         self._read_metrics = read_metrics or self._own_metrics
         self._set_corpus = set_corpus or self._own_corpus
+        self._switch = switch or self._own_drafts
 
     async def completions(self, request: Request) -> Response:
         return await self._generate(request, COMPLETIONS)
@@ -77,20 +86,20 @@ class Endpoints:
 
     async def drafting(self, request: Request) -> Response:
         """Whether anything is drafted, and a switch for it: an audit may have turned it off (`audit_stop`)."""
-        state, decoder = self._state, self._state.decoder.decoder
+        state, enabled = self._state, None
         if request.method == "POST":
-            state.check_open()
             enabled = fields.only_used(await self._body(request), ("enabled",), {}, "").get("enabled")
             if not isinstance(enabled, bool):
                 raise wrong(
                     "enabled",
                     f'enabled must be true or false, got {shown(enabled)}; nearest thing that works: {{"enabled": true}}',
                 )
-            if decoder.head is None:
+            if state.decoder.decoder.head is None:
                 raise wrong("enabled", "there is no drafter here to switch; nearest thing that works: a server with --draft")
-            decoder.set_drafting(enabled)
-            await asyncio.to_thread(decoder.owner.settle)
-        return JSONResponse({"object": "drafting", "enabled": decoder.is_drafting})
+        return JSONResponse({"object": "drafting", "enabled": await self._switch(enabled)})
+
+    async def _own_drafts(self, enabled: bool | None) -> bool:
+        return await switch_drafts(self._state.decoder.decoder, enabled)
 
     async def tokenize(self, request: Request) -> Response:
         return await answer_tokenize(self._state, request, await self._body(request))
@@ -163,3 +172,11 @@ class _Choices:
 
     def _prompts(self, made: MadeRequests) -> list[ChoicePrompt]:
         return prompts_of(self.state.decoder.decoder, self.plan, made.requests)
+
+
+async def switch_drafts(decoder: SpecDecoder, enabled: bool | None) -> bool:
+    """Switches a decoder's drafts for all its callers; None leaves them as they are.  Returns whether it drafts."""
+    if enabled is not None:
+        decoder.set_drafting(enabled)
+        await asyncio.to_thread(decoder.owner.settle)
+    return decoder.is_drafting

@@ -5,6 +5,7 @@ Every series is there from the start, with 0: a rate over a series that began wi
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
 
@@ -36,8 +37,10 @@ GAUGES: dict[str, tuple[str, str]] = {  # name behind specdec_: field of Totals,
         "States of recurrent layers that are kept for later prompts; 0 for targets without such layers",
     ),
     "states": ("states_total", "How many such states can be kept"),
+    "audit_waiting": ("audit_waiting", "Finished answers that the audit is to compare when no request is there; 64 at most"),
     "drafting_stopped": ("drafting_stopped", "1 while nothing is drafted, because an audit or somebody has stopped it"),
 }
+AUDIT_AGE = ("specdec_audit_oldest_seconds", "Seconds for which the first of these has waited; 0 without one")
 COUNTERS: dict[str, str] = {  # field of Totals: meaning; the metric's name is specdec_, the field and _total
     "prompt_tokens": "Prompt tokens of requests that have entered the batch",
     "cached_tokens": "Prompt tokens that the prefix cache held",
@@ -118,6 +121,8 @@ def registry_of(totals: Callable[[], Totals], counts: Counts, options: ServeOpti
 def _of_engine(totals: Totals) -> Iterator[Metric]:
     for name, (field, meaning) in GAUGES.items():
         yield GaugeMetricFamily(f"specdec_{name}", meaning, value=getattr(totals, field))
+    since = totals.audit_waits_since
+    yield GaugeMetricFamily(*AUDIT_AGE, value=0.0 if since is None else time.monotonic() - since)
     for name, meaning in COUNTERS.items():
         yield CounterMetricFamily(f"specdec_{name}", meaning, value=getattr(totals, name))
     for name, meaning in DEPTHS.items():

@@ -23,7 +23,7 @@ TIMED = range(3, EAGER)
 AHEAD = 8  # steps that the host may be ahead of a GPU, so that the clock tells how far the run has come
 
 
-class Measured(NamedTuple):
+class StepResult(NamedTuple):
     """What a step leaves: its loss, and the norm of its gradient before it was clipped, each a tensor of one number."""
 
     loss: Tensor
@@ -91,7 +91,7 @@ class TrainStep:
         self._inputs: list[Tensor] = []
         self._queued: deque[torch.cuda.Event] = deque()
 
-    def __call__(self, inputs: Sequence[Tensor], lr: float) -> Measured:
+    def __call__(self, inputs: Sequence[Tensor], lr: float) -> StepResult:
         for group in self._optimizer.param_groups:
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(lr)
@@ -105,7 +105,7 @@ class TrainStep:
         self._keep_pace()
         return done
 
-    def _run(self, inputs: Sequence[Tensor]) -> Measured:
+    def _run(self, inputs: Sequence[Tensor]) -> StepResult:
         self._optimizer.zero_grad(set_to_none=True)
         with products(self.device, self.precision):
             loss = self._loss_of(inputs)
@@ -115,9 +115,9 @@ class TrainStep:
         norm = torch.nn.utils.clip_grad_norm_(self.weights, 1.0)
         self._optimizer.step()
         self._clock.mark("optimizer")
-        return Measured(loss.detach(), norm)
+        return StepResult(loss.detach(), norm)
 
-    def _replay(self, inputs: Sequence[Tensor]) -> Measured:
+    def _replay(self, inputs: Sequence[Tensor]) -> StepResult:
         if not self._inputs:
             self._inputs = [each.clone() for each in inputs]
         for static, new in zip(self._inputs, inputs, strict=True):

@@ -227,6 +227,7 @@ def test_a_gap_in_a_page_is_seen(tmp_path: Path) -> None:
         "serving.mixed_times",
         "serving.replicas",
         "serving.serve_soak",
+        "serving.tool_streams",
         "serving.unbounded",
     ]
 

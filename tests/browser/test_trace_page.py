@@ -93,6 +93,40 @@ def is_in_sight(name: str) -> str:
       return b.top >= tree.top && b.bottom <= tree.bottom }})()"""
 
 
+# Whether the texts of each node stand one after the other, or above each other, within its box.
+INSIDE = """[...document.querySelectorAll('#tree .node')].every((node) => {
+  const [box, ...texts] = [node.querySelector('rect'), ...node.querySelectorAll('text')].map((e) => e.getBBox());
+  const [one, other] = texts;
+  return texts.every((text) => text.x + text.width <= box.width - 1 && text.y + text.height <= box.height + 1)
+    && (!other || one.x + one.width <= other.x || one.y + one.height <= other.y + 4) })"""
+FITS = "(() => { const tree = document.querySelector('#tree'); return tree.scrollWidth <= tree.clientWidth })()"
+
+
+def test_a_wide_tree_fits(tmp_path: Path, open_page: Callable[..., Any]) -> None:
+    """Keeps out: a tree that a reader must push sideways to see its end, on a phone and in half of a screen, whatever its
+    shape; an outline that shows the path taken below other branches; and one that stays as narrow as it was drawn."""
+    chance = random.Random(5)
+    rounds = []
+    for count in (6, 16, 40, 60):
+        parents = [0, *(max(0, n - 1 - chance.randrange(min(n, 8))) for n in range(1, count))]
+        tokens, chosen = [0, *range(101, 100 + count)], [101 + n for n in range(count)]
+        rounds.append(
+            Round(
+                1, 0, NodeTable(tokens, parents, chosen, [0.0] + [-0.1 * n for n in range(1, count)], [0] * count), ("drafter",)
+            )
+        )
+    text = TracedText("a", 1, [0, *[1] * len(rounds)], ["a"] * (1 + len(rounds)), [0] * (1 + len(rounds)), "length", rounds)
+    trace = Trace({"shape of a tree": "any"}, dict.fromkeys(range(300), "wwwwwwwwwwwwwww"), [text])
+    page = open_page(saved(trace, tmp_path), 390)
+    for width in (390, 760, 1600, 390):
+        page.set_viewport_size({"width": width, "height": 900})
+        page.keyboard.press("Home")
+        for number in range(len(rounds)):
+            page.wait_for_function(FITS)
+            assert page.evaluate(INSIDE), (width, number)
+            page.keyboard.press("ArrowRight")
+
+
 @pytest.mark.parametrize("width", [390, 1600])
 def test_a_deep_path_is_in_sight(tmp_path: Path, open_page: Callable[..., Any], width: int) -> None:
     """Keeps out: marks over bars that cover each other, words wider than their node, a tall tree without its root in sight."""
@@ -105,8 +139,7 @@ def test_a_deep_path_is_in_sight(tmp_path: Path, open_page: Callable[..., Any], 
     page = open_page(saved(trace, tmp_path), width)
     boxes = page.evaluate("[...document.querySelectorAll('#depth .mark')].map((e) => (b => [b.x, b.x + b.width])(e.getBBox()))")
     assert boxes and all(one[1] <= other[0] for one, other in zip(boxes, boxes[1:], strict=False))
-    inside = "[...document.querySelectorAll('#tree .node text')].every((e) => e.getBBox().x + e.getBBox().width <= 116)"
-    assert page.evaluate(inside), "a text crosses its node's edge"
+    assert page.evaluate(INSIDE), "a text crosses its node's edge, or another text"
     both = [page.evaluate(is_in_sight(name)) for name in ("#tree .root", "#tree .own")]
     assert all(both), "the root or the end of the path is out of sight"
     page.set_viewport_size({"width": width, "height": 300})

@@ -80,7 +80,14 @@ def test_every_metric_is_there_from_the_start(served: Served) -> None:
     """Keeps out: a dashboard without lines until the first request, and a metric that lost its meaning."""
     families = {family.name: family for family in text_string_to_metric_families(served.get("/metrics").text)}
     names = {*GAUGES, *COUNTERS, *DEPTHS, "requests", "http_responses", *(f"{name}_seconds" for name in HISTOGRAMS)}
-    names |= {"http_requests", "http_connections", "http_connections_cut", "log_lines_dropped", "audit_skipped"}
+    names |= {
+        "http_requests",
+        "http_connections",
+        "http_connections_cut",
+        "log_lines_dropped",
+        "audit_skipped",
+        "audit_oldest_seconds",
+    }
     assert {name for name in families if not name.startswith("process_")} == {f"specdec_{name}" for name in names}
     assert all(family.samples for family in families.values())
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -17,13 +18,14 @@ from specdec.config import SpecConfig
 from specdec.draft.kind import Draft
 from specdec.options import EngineOptions
 from specdec.serve.app import app_of
+from specdec.serve.endpoints import switch_drafts
 from specdec.serve.metrics import TotalsCollector
 from specdec.serve.middleware import GIVEN_ID, MAX_ID_LENGTH
 from specdec.serve.options import ServeOptions
 from specdec.serve.replicas.metrics import Families, exposition
 from specdec.serve.state import ServerState
 
-CORPUS_SECONDS = 60.0  # for all replicas to encode a corpus
+ANSWER_SECONDS = 60.0  # for all replicas to do what is asked of all, such as to encode a corpus
 SCRAPE_SECONDS = 5.0  # for all replicas to tell their numbers
 
 
@@ -60,7 +62,7 @@ class Replica:
         self._all_replicas = lambda: serve.get_deployment_handle(context.deployment, context.app_name)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        app = app_of(self._state, self.all_metrics, self.set_all_corpora)
+        app = app_of(self._state, self.all_metrics, self.set_all_corpora, self.switch_all_drafts)
         app.add_middleware(RaysId)  # around RequestMiddleware, which was added before
         return app
 
@@ -94,14 +96,33 @@ class Replica:
         ValueError and TypeError name what is wrong with it; RuntimeError: some replica did not answer, and may lack it.
         """
         tokens = await self.set_corpus(name, texts)  # first here, so that errors are our own and nobody has what is wrong
-        asked = self._all_replicas().broadcast("set_corpus", name, texts)
-        try:
-            answers = await asked.results_async(timeout_s=CORPUS_SECONDS, return_exceptions=True)
-        except TimeoutError as error:
-            raise RuntimeError(f"not all replicas have set corpus {name!r} within {CORPUS_SECONDS:g} s") from error
-        if failed := [answer for answer in answers if isinstance(answer, BaseException)]:
-            raise RuntimeError(f"{len(failed)} of {len(answers)} replicas have not set corpus {name!r}") from failed[0]
+        await self._ask_all(f"set corpus {name!r}", "set_corpus", name, texts)
         return tokens
+
+    async def switch_drafts(self, enabled: bool | None) -> bool:
+        """Switches this replica's drafts; None leaves them as they are.  Returns whether it drafts."""
+        return await switch_drafts(self.decoder.decoder, enabled)
+
+    async def switch_all_drafts(self, enabled: bool | None) -> bool:
+        """Switches drafts in every replica that runs now; None leaves them as they are.  Returns whether all of them draft.
+
+        One that starts later drafts.  RuntimeError: some replica did not answer, and may not have switched.
+        """
+        return all(await self._ask_all("told whether they draft", "switch_drafts", enabled))
+
+    async def _ask_all(self, what: str, method: str, *args: Any) -> list[Any]:
+        """What a method of every replica that runs now returns.  RuntimeError unless all have answered.
+
+        what: what they do, as the end of "replicas have ...".
+        """
+        asked = self._all_replicas().broadcast(method, *args)
+        try:
+            answers: list[Any] = await asked.results_async(timeout_s=ANSWER_SECONDS, return_exceptions=True)
+        except TimeoutError as error:
+            raise RuntimeError(f"not all replicas have {what} within {ANSWER_SECONDS:g} s") from error
+        if failed := [answer for answer in answers if isinstance(answer, BaseException)]:
+            raise RuntimeError(f"{len(failed)} of {len(answers)} replicas have not {what}") from failed[0]
+        return answers
 
     def __del__(self) -> None:
         if hasattr(self, "decoder"):  # otherwise it could not be loaded

@@ -91,8 +91,9 @@ def used_fields(body: dict[str, Any], path: str) -> dict[str, Any]:
     if path == COMPLETIONS and type(body.get("n")) is int:
         neutral["best_of"] = (1, body["n"])  # the best n of n are all
     other = CHAT if path == COMPLETIONS else COMPLETIONS
+    theirs = {*USED_FIELDS[other], *NEUTRAL_VALUES[other]} - {*USED_FIELDS[path], *neutral}
     for name in body:
-        if name in {*USED_FIELDS[other], *NEUTRAL_VALUES[other]} - {*USED_FIELDS[path], *neutral}:
+        if name in theirs:
             nearest = USED_FIELDS[path][0] if name == USED_FIELDS[other][0] else "leave it out"  # the prompts' own name
             raise wrong(name, f"{name} is a field of {other}, not of {path}; nearest: {nearest}", UNSUPPORTED)
     return only_used(body, USED_FIELDS[path], neutral, "")

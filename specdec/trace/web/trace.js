@@ -152,7 +152,7 @@
       go(to);
     });
     let width = 0;
-    new ResizeObserver(() => { if (Math.abs(document.body.clientWidth - width) > 4) { width = document.body.clientWidth; charts(); } }).observe(document.body);
+    new ResizeObserver(() => { if (Math.abs(document.body.clientWidth - width) > 4) { width = document.body.clientWidth; charts(); round(); } }).observe(document.body);
     choose(0);
   }
 

@@ -167,19 +167,33 @@ def test_it_makes_way_between_two_layers(zoo: Zoo, tmp_path: Path) -> None:
 
 
 def test_what_is_not_compared_is_counted(zoo: Zoo, tmp_path: Path) -> None:
-    """Keeps out: texts of any length in memory, and skipped ones that look like compared ones."""
+    """Keeps out: texts of any length in memory, skipped ones that look like compared ones, and a server that is never idle and
+    whose operator believes that it is audited."""
     with auditing(zoo, tmp_path, audit_max_tokens=30) as decoder:
         driver, auditor = Driver(decoder), auditor_of(Driver(decoder))
         for tokens in (40, 4):
             driver.submit(PROMPTS[1], SamplingParams(max_tokens=tokens))
         driver.run_until_idle()
-        auditor.max_waiting = 1
-        driver.submit(PROMPTS[1], SamplingParams(max_tokens=4))
-        driver.run_until_idle()
-        assert dict(totals_of(driver).audit_skipped) == {"long": 1, "queue": 1, "failed": 0}
+        said, since = list[str](), totals_of(driver).audit_waits_since
+        auditor.max_waiting, auditor.tell = 1, said.append
+        assert totals_of(driver).audit_waiting == 1 and since is not None
+        for _ in range(2):
+            driver.submit(PROMPTS[1], SamplingParams(max_tokens=4))
+            driver.run_until_idle()
+        assert dict(totals_of(driver).audit_skipped) == {"long": 1, "queue": 2, "failed": 0}
+        assert totals_of(driver).audit_waits_since == since, "the oldest one's time"
+        (late,) = said  # once, not with every answer
+        assert late.startswith("the audit is late: 1 answers wait, the oldest for ") and "further ones are skipped" in late
         auditor.compare = no_memory
         work_by_hand(driver)
         assert totals_of(driver).audit_skipped["failed"] == 1 and not auditor.has_work
+        assert (totals_of(driver).audit_waiting, totals_of(driver).audit_waits_since) == (0, None)
+        for _ in range(2):
+            driver.submit(PROMPTS[1], SamplingParams(max_tokens=4))
+        driver.run_until_idle()
+        assert [each.startswith("the audit is late") for each in said] == [True, False, True], (
+            "and once more after it has caught up"
+        )
 
 
 def test_only_a_share_is_compared(zoo: Zoo, tmp_path: Path) -> None:

@@ -37,14 +37,18 @@ def numbers(served: Served) -> dict[str, float]:
 
 @pytest.mark.parametrize("log_prompts", [False, True])
 def test_operators_see_a_wrong_text(watched: SpecDecoder, tmp_path: Path, log_prompts: bool) -> None:
-    """Keeps out: a finding that only a counter knows, texts of callers in files, and a switch that does not switch back."""
+    """Keeps out: a finding that only a counter knows, texts of callers in files, a switch that does not switch back, and a
+    token counted as audited that nobody was given."""
     with Served(watched, log_prompts=log_prompts, api_key="k") as served:
         key = {"authorization": "Bearer k"}
         assert numbers(served) == {
             "audit_texts_total": 0, "audit_tokens_total": 0, "audit_mismatch_total": 0, "audit_interrupted_total": 0,
             "audit_skipped_totallong": 0, "audit_skipped_totalqueue": 0, "audit_skipped_totalfailed": 0, "drafting_stopped": 0,
+            "audit_waiting": 0, "audit_oldest_seconds": 0,
         }  # fmt: skip
         assert served.get(DRAFTING, headers=key).json() == {"object": "drafting", "enabled": True}
+        assert served.post(PATH, {**BODY, "max_tokens": 0, "echo": True}, headers=key).status_code == 200
+        assert not any(numbers(served).values()), "nothing was written"
         with fault("both sides"):
             text = served.post(PATH, BODY, headers=key).json()["choices"][0]["text"]
             audited(Driver(watched))

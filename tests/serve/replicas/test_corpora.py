@@ -1,15 +1,17 @@
-"""A corpus that is posted to one replica reaches all of them.  Ray is a stand-in here."""
+"""A corpus that is posted to one replica, and a switch of its drafts, reach all of them.  Ray is a stand-in here."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
 from specdec.serve.replicas.replica import Replica
+
+T = TypeVar("T")
 
 
 class Handle:
@@ -29,6 +31,17 @@ class Handle:
         return SimpleNamespace(results_async=results_async)
 
 
+class Drafts(SimpleNamespace):
+    """What a switch of drafts needs of a decoder."""
+
+    is_drafting: bool
+
+    def set_drafting(self, enabled: bool) -> None:
+        self.is_drafting = enabled
+
+    def close(self) -> None: ...
+
+
 def some_replicas(dead: int = 0, is_slow: bool = False) -> tuple[list[Replica], list[dict[str, Sequence[str]]]]:
     replicas, held = [Replica.__new__(Replica) for _ in range(3)], [dict[str, Sequence[str]]() for _ in range(3)]
     for replica, corpora in zip(replicas, held, strict=True):
@@ -42,14 +55,14 @@ def some_replicas(dead: int = 0, is_slow: bool = False) -> tuple[list[Replica], 
         async def prepared(work: Callable[[Any], int], own: Any = set_corpus) -> int:
             return work(SimpleNamespace(set_corpus=own))
 
-        closes = SimpleNamespace(close=lambda: None)
-        replica.decoder = SimpleNamespace(prepared=prepared, decoder=closes)  # type: ignore[assignment]
+        drafts = Drafts(is_drafting=True, owner=SimpleNamespace(settle=lambda: None))
+        replica.decoder = SimpleNamespace(prepared=prepared, decoder=drafts)  # type: ignore[assignment]
         replica._all_replicas = lambda: Handle(replicas, replicas[len(replicas) - dead :], is_slow)  # type: ignore[attr-defined]
     return replicas, held
 
 
-def said(setting: Awaitable[int]) -> int:
-    async def run() -> int:
+def said(setting: Awaitable[T]) -> T:
+    async def run() -> T:
         return await setting
 
     return asyncio.run(run())
@@ -73,3 +86,17 @@ def test_a_replica_that_does_not_answer_is_told() -> None:
     assert held[0] == held[1] == {"notes": ["a"]}
     with pytest.raises(RuntimeError, match="not all replicas have set corpus 'notes' within"):
         said(some_replicas(is_slow=True)[0][0].set_all_corpora("notes", ["a"]))
+
+
+def test_all_replicas_are_switched() -> None:
+    """Keeps out: drafts of one replica that an audit has stopped, which go on in another or can't be switched on again; and an
+    answer that all draft while one does not."""
+    replicas, _ = some_replicas()
+    assert said(replicas[2].switch_all_drafts(None)) is True
+    replicas[0].decoder.decoder.is_drafting = False  # type: ignore[misc]  # by its own audit
+    assert said(replicas[2].switch_all_drafts(None)) is False
+    for enabled in (True, False, True):
+        assert said(replicas[1].switch_all_drafts(enabled)) is enabled
+        assert [each.decoder.decoder.is_drafting for each in replicas] == [enabled] * 3
+    with pytest.raises(RuntimeError, match="1 of 3 replicas have not told whether they draft"):
+        said(some_replicas(dead=1)[0][0].switch_all_drafts(False))

@@ -72,3 +72,32 @@ def test_the_script_runs(tmp_path: Path) -> None:
             assert part_of_row["failures"] == 0 and part_of_row["streams"] == part_of_row["requests"]
             assert part_of_row["first_token_ms"]["p50"] > 0
             assert 0.5 < part_of_row["counted_share"] <= 1.0  # of these 2,048 ids many are single letters and single bytes
+
+
+@pytest.mark.slow_cases(keep=0)
+def test_streams_with_tools_run(tmp_path: Path) -> None:
+    """Keeps out: a script that has stopped working since it was last run on a GPU, a kind of chats without calls of tools, and
+    pieces of calls that nobody counts."""
+    out = tmp_path / "streams.json"
+    command = [sys.executable, str(BENCHMARKS), "serving.tool_streams", "--tiny", "--seconds", "0.5", "--out", str(out)]
+    done = subprocess.run(command, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = json.loads(out.read_text())["rows"]
+    assert list(rows) == ["none", "required", "auto"]
+    for kind, row in rows.items():
+        assert row["failures"] == row["miscounted"] == 0 and row["streams"] == row["requests"] >= 6, kind
+        assert row["counted_share"] > 0.9 and row["first_token_ms"]["p50"] > 0, kind
+
+
+def test_what_a_chat_asks_for(part) -> None:
+    """Keeps out: prompts that differ from run to run or between kinds of chats, and streams whose tokens can't be counted."""
+    work = part("work").Work("m", 2048, 5, 7, {"tools": [1]})
+    fields = work.fields(3)
+    assert fields == work.fields(3) != work.fields(4) and len(fields["messages"][0]["content"].split()) == 5
+    assert fields["stream_options"]["continuous_usage_stats"] and fields["tools"] == [1] and fields["max_tokens"] == 7
+    plain = part("work").Work("m", 2048, 5, 7).fields(3)
+    assert len(plain["prompt"]) == 5 and "messages" not in plain
+    streams, Record = part("tool_streams"), part("clients").Record
+    assert not streams.is_miscounted(Record(0, 1.0, chunks=[(2.0, 3), (2.5, 4)], tokens=8))
+    for chunks in ([], [(2.0, 9)]):
+        assert streams.is_miscounted(Record(0, 1.0, chunks=chunks, tokens=8))

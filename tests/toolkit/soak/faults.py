@@ -5,7 +5,6 @@ from __future__ import annotations
 import linecache
 import random
 import time
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -35,7 +34,8 @@ class Faults:
 
     def __init__(self, driver: Driver, seed: int) -> None:
         linecache.getlines(__file__)  # which the first traceback would read, so that the process would hold more from then on
-        self.happened = Counter[str]()
+        self.happened: dict[str, str] = {}  # kinds by name
+        self._planted = 0
         self.steps = 0  # that the engine was given
         self._driver, self._chance = driver, random.Random(seed)
         self._armed: str | None = None
@@ -65,10 +65,11 @@ class Faults:
             self._wait(lambda: self._armed is None or is_over())
             self._armed = None
         else:
-            fault = InjectedFault(f"injected: {kind}")
+            fault = InjectedFault(name := self._name(kind))
             with self._driver.fail_in(kind, fault, call=0):
                 self._wait(lambda: fault.was_raised or is_over())
-            self.happened[kind] += fault.was_raised
+            if fault.was_raised:
+                self.happened[name] = kind
 
     def _wait(self, is_enough: Callable[[], bool]) -> None:
         end = time.monotonic() + WINDOW
@@ -78,5 +79,10 @@ class Faults:
     def _fail_if(self, kind: str) -> None:
         if self._armed == kind:
             self._armed = None
-            self.happened[kind] += 1
-            raise InjectedFault(f"injected: {kind}")
+            self.happened[name := self._name(kind)] = kind
+            raise InjectedFault(name)
+
+    def _name(self, kind: str) -> str:
+        """Of the next fault, which stands in the error of every call that it ends."""
+        self._planted += 1
+        return f"fault {self._planted}: {kind}."

@@ -7,9 +7,9 @@ import multiprocessing
 import random
 import shutil
 import time
-from collections import Counter, defaultdict
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,14 +19,22 @@ from specdec.serve.options import ServeOptions
 from toolkit.driver import Driver
 from toolkit.soak.calls import Call, Mix
 from toolkit.soak.clients import Outcome, run_calls
+from toolkit.soak.ends import compared, digests, plain_calls, sorted_ends
 from toolkit.soak.faults import Faults
 from toolkit.soak.leaks import Held, held, more_of, rss
 from toolkit.soak.server import open_server
 from toolkit.traffic.audit import audited, totals_of
 
-KEY, MODEL = "soak", "soaked"
+KEY, MODEL, TREE = "soak", "soaked", SpecConfig(4, 2, 8)
 KEEP_ALIVE, SETTLED = 7, 90.0  # seconds: of idle connections, which clients close after 5; until everything must be free
-CHAT_TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}assistant:"
+CHAT_TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool.function.name }}\n{% endfor %}"
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "assistant:{% if enable_thinking %}<think>{% endif %}{# <tool_call> #}"
+)
+# Tokens of control characters, which no text has, become those that begin and end thoughts and calls of tools.
+MARKS = {"Ā": "<think>", "ā": "</think>", "Ă": "<tool_call>", "ă": "</tool_call>"}
+LIKED = ("</think>", "<tool_call>")  # some calls ask for more of them
 
 
 @dataclass(frozen=True)
@@ -34,7 +42,8 @@ class Plan:
     """calls: after the warm-up.  warm_up: calls before the first count of what the process holds.  workers: calls at once.
 
     processes: of clients.  pause: steps of the engine between two faults, on average.  max_tokens: the most that a call
-    asks for.
+    asks for, without those of a call of a tool.  questions: how many different calls have one right answer.
+    compare_seconds: for the comparison of their answers with plain decoding's; what is left then is not compared.
     crowded: whether rows must step back, because the pool holds fewer texts than the batch has rows.
     exact: whether equal calls must get equal texts; in 16 bit two tokens may tie, and then what runs beside decides.
     """
@@ -48,39 +57,57 @@ class Plan:
     exact: bool
     seed: int = 0
     crowded: bool = False
+    questions: int = 60
+    compare_seconds: float = 600.0
 
 
 @dataclass
 class Report:
-    """problems: what must not be; empty after a good run.  differing: of `repeated` calls that came more than once, how many
-    got more than one text.  memory: bytes after each second.  stepped_back: rows that gave their pages to others.  structured:
-    whether some texts had to obey a grammar.  audited: tokens that the decoder's audit compared with the target."""
+    """problems: what must not be; empty after a good run.
+
+    reasons: how many calls ended for which: done, a planted fault's name, and so on.  faults: how many happened, by kind.
+    differing: of `repeated` calls that came more than once, how many got more than one answer.
+    unequal: of `plain` different calls that were also decoded plainly, of `different` ones, how many got another answer then.
+    memory: bytes after each second.  stepped_back: rows that gave their pages to others.  structured: whether some texts had
+    to obey a grammar, and tools were there.  audited: tokens that the decoder's audit compared with the target.
+    """
 
     seconds: float
     ends: dict[str, int]
+    reasons: dict[str, int]
     faults: dict[str, int]
     repeated: int
     differing: int
+    different: int
+    plain: int
+    unequal: int
     problems: list[str]
     memory: list[int]
-    stepped_back: int = 0
-    structured: bool = False
-    audited: int = 0
+    stepped_back: int
+    structured: bool
+    audited: int
 
 
-def pair_with_chat(folder: Path, **settings: object) -> SpecDecoder:
-    """The shipped pair, with a chat template, which it has none of."""
+def pair_with_chat(folder: Path, spec: SpecConfig = TREE, **settings: object) -> SpecDecoder:
+    """The shipped pair, with a chat template and the marks of thoughts and tools, which it has none of."""
     target = Path(shutil.copytree(shipped.target_folder(), folder / "target"))
     config = json.loads((target / "tokenizer_config.json").read_text())
     (target / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": CHAT_TEMPLATE}))
-    return SpecDecoder.from_pretrained(target, shipped.draft_folder(), SpecConfig(4, 2, 8), **settings)  # type: ignore[arg-type]
+    tokenizer = json.loads((target / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    for character, mark in MARKS.items():
+        vocab[mark] = vocab.pop(character)
+        tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": vocab[mark], "content": mark})
+    (target / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return SpecDecoder.from_pretrained(target, shipped.draft_folder(), spec, **settings)  # type: ignore[arg-type]
 
 
 def soak(decoder: SpecDecoder, plan: Plan) -> Report:
     """Runs the plan against a decoder, and closes it."""
     texts = [json.loads(line)["prompt"] for line in shipped.prompts_file().read_text().splitlines()]
     structured = find_spec("llguidance") is not None  # which is an extra
-    mix = Mix(MODEL, texts, decoder.model.config.vocab_size, plan.max_tokens, structured=structured)
+    marks = {mark: decoder.encode(mark)[-1] for mark in LIKED}
+    mix = Mix(MODEL, texts, decoder.model.config.vocab_size, plan.max_tokens, plan.questions, structured, marks)
     batch = decoder.settings.options.max_batch_size
     driver, options = Driver(decoder), ServeOptions(port=0, model_name=MODEL, api_key=KEY, max_queue=2 * batch)
     faults = Faults(driver, plan.seed)
@@ -97,22 +124,30 @@ def soak(decoder: SpecDecoder, plan: Plan) -> Report:
         start = time.monotonic()
         outcomes = second.run(calls)
         seconds = time.monotonic() - start
+        happened = dict(faults.happened)
+        plain = list(second.plainly(plain_calls(calls, outcomes)))
         growth = more_of(before, settled(driver, before, plan.calls), plan.calls)
         driver.assert_nothing_leaked()
         totals = totals_of(driver)
     repeated, differing = compared(calls, outcomes)
-    problems = [*growth, *wrong_ends(calls, outcomes)]
-    failed = sum(outcome.end == "failed" for outcome in outcomes)
-    if not 0 < failed <= faults.happened.total() * batch:
-        problems.append(f"{failed} calls failed after {faults.happened.total()} faults in batches of {batch}")
-    if not repeated or (differing and plan.exact):
-        problems.append(f"{differing} of {repeated} repeated calls got different texts")
+    reasons, problems = sorted_ends(calls, outcomes, happened)
+    answered, plainly = digests(calls, outcomes), digests(calls, plain)
+    unequal = [key for key, (digest,) in plainly.items() if set(answered[key]) != {digest}]
+    if plan.exact and (differing or unequal):
+        problems.append(f"{differing} of {repeated} repeated calls got different answers; unlike plain decoding: {unequal}")
+    if not repeated or not plainly:
+        problems.append(f"{repeated} calls were repeated, {len(plainly)} were compared with plain decoding")
+    if "failed" not in {outcome.end for outcome in outcomes}:
+        problems.append(f"no call failed, with {len(happened)} faults")
     if plan.crowded and not totals.stepped_back:
         problems.append("no row stepped back")
     if totals.audit_mismatch or (decoder.settings.options.audit and not totals.audit_tokens):
         problems.append(f"the audit found {totals.audit_mismatch} wrong tokens among {totals.audit_tokens}")
-    ends, more = Counter(str(outcome.end) for outcome in outcomes), (totals.stepped_back, structured, totals.audit_tokens)
-    return Report(seconds, dict(ends), dict(faults.happened), repeated, differing, problems, second.memory, *more)
+    return Report(
+        seconds, dict(Counter(str(outcome.end) for outcome in outcomes)), dict(reasons), dict(Counter(happened.values())),
+        repeated, differing, len(answered), len(plainly), len(unequal), [*growth, *problems], second.memory,
+        totals.stepped_back, structured, totals.audit_tokens,
+    )  # fmt: skip
 
 
 class Run:
@@ -122,11 +157,20 @@ class Run:
         self.url, self.memory = url, [rss()]
         self._driver, self._faults, self._pool, self._plan = driver, faults, pool, plan
 
+    def plainly(self, calls: Sequence[Call]) -> Iterator[Outcome]:
+        """Runs calls without faults, some at a time, until all are done or the plan's time for it is over."""
+        end, some = time.monotonic() + self._plan.compare_seconds, 4 * self._plan.workers
+        for start in range(0, len(calls), some):
+            if time.monotonic() < end:
+                yield from (outcome for future in self._begin(calls[start : start + some]) for outcome in future.result())
+
+    def _begin(self, calls: Sequence[Call]) -> list[Future[list[Outcome]]]:
+        count = self._plan.processes
+        return [self._pool.submit(run_calls, self.url, KEY, calls[i::count], self._plan.workers // count) for i in range(count)]
+
     def run(self, calls: Sequence[Call]) -> list[Outcome]:
-        count, chance = self._plan.processes, random.Random(self._plan.seed)
-        futures = [
-            self._pool.submit(run_calls, self.url, KEY, calls[i::count], self._plan.workers // count) for i in range(count)
-        ]
+        """Runs calls, with faults in the meantime."""
+        chance, futures = random.Random(self._plan.seed), self._begin(calls)
 
         def is_over() -> bool:
             return all(future.done() for future in futures)
@@ -162,26 +206,3 @@ def settled(driver: Driver, before: Held | None, requests: int) -> Held:
             return now
         del now
         time.sleep(0.5)
-
-
-def wrong_ends(calls: Sequence[Call], outcomes: Sequence[Outcome]) -> list[str]:
-    """Calls that ended as they must not, or not at all."""
-    by_number = {outcome.number: outcome for outcome in outcomes}
-    found = [] if len(by_number) == len(outcomes) == len(calls) else [f"{len(outcomes)} ends of {len(calls)} calls"]
-    for call in calls:
-        outcome = by_number[call.number]
-        expected = {"refused", "left"} if call.invalid else {"answered", "busy", "failed", "left"}
-        if outcome.end not in expected or (outcome.end == "left" and call.fate not in ("before", "midway")):
-            found.append(f"call {call.number} was {outcome.end} ({outcome.said}): {call}"[:600])
-    return found
-
-
-def compared(calls: Sequence[Call], outcomes: Sequence[Outcome]) -> tuple[int, int]:
-    """(different calls that were answered more than once, how many of them got more than one text)."""
-    keys = {call.number: call.same_text for call in calls}
-    digests: dict[str, list[str]] = defaultdict(list)
-    for outcome in outcomes:
-        if outcome.end == "answered" and (key := keys[outcome.number]):
-            digests[key].append(outcome.digest)
-    several = [found for found in digests.values() if len(found) > 1]
-    return len(several), sum(len(set(found)) > 1 for found in several)

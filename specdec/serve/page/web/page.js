@@ -230,6 +230,7 @@
     else return;
     event.preventDefault();
   });
+  addEventListener("resize", round); // a tree is drawn for the width that there is
   connect().catch(() => { at("state").textContent = "the server does not answer"; });
   look();
 })();
