@@ -141,7 +141,7 @@ def main() -> int:
         with http_server(decoder, options) as url, ClientProcesses(url, KEY, 2 if args.tiny else 8) as clients:
             for number, kind in enumerate(KINDS):
                 chat = fields_of(kind, begins)
-                work = Work(MODEL, decoder.model.config.vocab_size, size.words, size.tokens, chat)
+                work = Work(MODEL, decoder.model.config.vocab_size, size.words, size.tokens, chat=chat)
                 rows[kind] = measure(clients, work, size, number * size.streams * size.most)
                 show(kind, rows[kind])
     result = {

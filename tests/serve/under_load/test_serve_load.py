@@ -91,7 +91,7 @@ def test_streams_with_tools_run(tmp_path: Path) -> None:
 
 def test_what_a_chat_asks_for(part) -> None:
     """Keeps out: prompts that differ from run to run or between kinds of chats, and streams whose tokens can't be counted."""
-    work = part("work").Work("m", 2048, 5, 7, {"tools": [1]})
+    work = part("work").Work("m", 2048, 5, 7, chat={"tools": [1]})
     fields = work.fields(3)
     assert fields == work.fields(3) != work.fields(4) and len(fields["messages"][0]["content"].split()) == 5
     assert fields["stream_options"]["continuous_usage_stats"] and fields["tools"] == [1] and fields["max_tokens"] == 7
