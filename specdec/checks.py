@@ -275,6 +275,8 @@ def require_ids(name: str, value: Any) -> tuple[int, ...]:
     ids = value.tolist() if is_array(value) and value.ndim == 1 else value
     if not isinstance(ids, Sequence) or isinstance(ids, str | bytes):
         raise TypeError(f"{name} must be a list of ints, got {shown(value)} of type {type(value).__name__}")
+    if {*map(type, ids)} == {int} and min(ids) >= 0 and max(ids) < 2**31:  # a check of each would take a second for a million
+        return tuple(ids)
     for i, token in enumerate(ids):
         if not is_number(type(token), Integral):
             raise TypeError(f"{name} must be a list of ints, got {shown(token)} of type {type(token).__name__} at index {i}")

@@ -154,7 +154,7 @@ def prediction_of(sampling: SamplingParams, tokenizer: Tokenizer, vocab_size: in
 def _bad_word_ids(words: Sequence[str | Sequence[int]], tokenizer: Tokenizer, vocab_size: int) -> tuple[tuple[int, ...], ...]:
     """The distinct words as ids: a text as it stands at the beginning of a text, and as it stands after a space."""
     found: dict[tuple[int, ...], None] = {}
-    for word in words:
+    for word in dict.fromkeys(words):
         texts = tokenizer.encode_word(word) if isinstance(word, str) else [word]
         found.update(dict.fromkeys(tuple(ids) for ids in texts))
     for ids in found:

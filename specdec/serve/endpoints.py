@@ -28,7 +28,6 @@ from specdec.serve.state import ServerState
 from specdec.serve.tokens.endpoints import answer_detokenize, answer_tokenize
 from specdec.serve.wire import fields
 from specdec.serve.wire.answers import AnswerHeading, model_card, whole_answer
-from specdec.serve.wire.body import parse_object, read_body
 from specdec.serve.wire.corpus import corpus_answer, read_corpus_plan
 from specdec.serve.wire.errors import wrong
 from specdec.serve.wire.fields import CHAT, COMPLETIONS
@@ -63,18 +62,18 @@ class Endpoints:
         return await self._generate(request, CHAT)
 
     async def responses(self, request: Request) -> Response:
-        return await answer_response(self._state, request, await self._body(request))
+        return await answer_response(self._state, request)
 
     async def messages(self, request: Request) -> Response:
-        return await answer_message(self._state, request, await self._body(request))
+        return await answer_message(self._state, request)
 
     async def count_tokens(self, request: Request) -> Response:
-        return await answer_count(self._state, request, await self._body(request))
+        return await answer_count(self._state, request)
 
     async def corpus(self, request: Request) -> Response:
         """Adds or replaces texts of which drafts are made.  They are encoded on another thread than the event loop's."""
         state = self._state
-        name, texts = read_corpus_plan(await self._body(request))
+        name, texts = await state.read(request, read_corpus_plan)
         try:
             tokens = await state.unless_gone(self._set_corpus(name, texts), request.receive)
         except (TypeError, ValueError) as error:
@@ -88,7 +87,8 @@ class Endpoints:
         """Whether anything is drafted, and a switch for it: an audit may have turned it off (`audit_stop`)."""
         state, enabled = self._state, None
         if request.method == "POST":
-            enabled = fields.only_used(await self._body(request), ("enabled",), {}, "").get("enabled")
+            told = await state.read(request, lambda body: fields.only_used(body, ("enabled",), {}, ""))
+            enabled = told.get("enabled")
             if not isinstance(enabled, bool):
                 raise wrong(
                     "enabled",
@@ -102,10 +102,10 @@ class Endpoints:
         return await switch_drafts(self._state.decoder.decoder, enabled)
 
     async def tokenize(self, request: Request) -> Response:
-        return await answer_tokenize(self._state, request, await self._body(request))
+        return await answer_tokenize(self._state, request)
 
     async def detokenize(self, request: Request) -> Response:
-        return await answer_detokenize(self._state, request, await self._body(request))
+        return await answer_detokenize(self._state, request)
 
     async def version(self, request: Request) -> Response:
         return JSONResponse({"version": __version__})
@@ -141,17 +141,10 @@ class Endpoints:
         state = self._state
         return model_card(state.options.name, state.created, state.max_seq_len)
 
-    async def _body(self, request: Request) -> dict[str, Any]:
-        """The JSON object that a request brings."""
-        state = self._state
-        state.check_open()
-        options = state.options
-        return parse_object(await read_body(request.receive, request.headers, options.max_body_bytes, options.read_seconds))
-
     async def _generate(self, request: Request, path: str) -> Response:
         state, options = self._state, self._state.options
         limits = options.max_tokens_cap, options.max_logprobs, options.lenient
-        plan = read_plan(await self._body(request), path, options.name, *limits)
+        plan = await state.read(request, lambda body: read_plan(body, path, options.name, *limits))
         name = ("chatcmpl-" if plan.is_chat else "cmpl-") + request.scope[ENTRY].id.removeprefix("req-")
         return await answer_plan(state, request, plan, _Choices(state, plan, AnswerHeading(name, options.name)))
 

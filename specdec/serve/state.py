@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from starlette.requests import Request
 from starlette.types import Receive
 
 from specdec.async_decoder import AsyncSpecDecoder
@@ -18,9 +19,11 @@ from specdec.serve.limits import KeyCheck, Queue
 from specdec.serve.log import ENDS, write_line
 from specdec.serve.options import ServeOptions
 from specdec.serve.times import TIMES, ServeTimes
+from specdec.serve.wire.body import parse_object, read_body
 from specdec.serve.wire.errors import ClientGone, cut_off, engine_failed, shutting_down
 
 OTHER_PATH = "other"  # of a request for what is not there
+LARGE_BODY = 1 << 16  # bytes of one that may hold enough to keep the event loop busy
 T = TypeVar("T")
 
 
@@ -73,6 +76,19 @@ class ServerState:
             raise shutting_down()
         if (failure := self.decoder.failure) is not None:
             raise engine_failed(failure)
+
+    async def read(self, request: Request, reader: Callable[[dict[str, Any]], T]) -> T:
+        """What the reader makes of the JSON object that a request brings.
+
+        A large one is read on another thread than the event loop's: lists of a million entries take seconds to check.
+        ApiError if the server takes no requests, if the body is no object, and what the reader raises.
+        """
+        self.check_open()
+        options = self.options
+        body = await read_body(request.receive, request.headers, options.max_body_bytes, options.read_seconds)
+        if len(body) <= LARGE_BODY:
+            return reader(parse_object(body))
+        return await self.unless_gone(self.decoder.prepared(lambda _: reader(parse_object(body))), request.receive)
 
     def cut_off(self) -> None:
         """Ends all requests under way with an error."""

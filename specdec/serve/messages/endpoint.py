@@ -14,9 +14,10 @@ from specdec.chat.reply import reply_of
 from specdec.decoder import SpecDecoder
 from specdec.generation import Generation
 from specdec.serve.messages.output import MessageHeading, blocks_of, ended_by
-from specdec.serve.messages.request import CALLED, AskedChat, chat_body
+from specdec.serve.messages.request import CALLED, chat_body
 from specdec.serve.messages.stream import MessageWriter
 from specdec.serve.middleware import ENTRY
+from specdec.serve.options import ServeOptions
 from specdec.serve.running.answer import answer_plan, told
 from specdec.serve.running.generate import MadeRequests
 from specdec.serve.state import ServerState
@@ -26,22 +27,19 @@ from specdec.serve.wire.fields import CHAT
 from specdec.serve.wire.requests import RequestPlan, read_plan
 
 
-async def answer_message(state: ServerState, request: Request, body: dict[str, Any]) -> Response:
-    """The message that answers a body.  Errors name the fields of this endpoint."""
-    asked = chat_body(body, state.options.lenient)
+async def answer_message(state: ServerState, request: Request) -> Response:
+    """The message that answers a request.  Errors name the fields of this endpoint."""
+    plan = await state.read(request, lambda body: _plan(state.options, body))
     with _own_names():
-        plan = _plan(state, asked)
         name = "msg_" + request.scope[ENTRY].id.removeprefix("req-")
         count = state.decoder.decoder.tokenizer.encode_plain
         heading = MessageHeading(name, state.options.name, lambda text: len(count(text)))
         return await answer_plan(state, request, plan, _Message(heading, plan))
 
 
-async def answer_count(state: ServerState, request: Request, body: dict[str, Any]) -> Response:
+async def answer_count(state: ServerState, request: Request) -> Response:
     """How many tokens a message's prompt would have."""
-    asked = chat_body(body, state.options.lenient, counts=True)
-    with _own_names():
-        plan = _plan(state, asked)
+    plan = await state.read(request, lambda body: _plan(state.options, body, counts=True))
     request.scope[ENTRY].plan(plan, state.options.log_prompts)
 
     def work(decoder: SpecDecoder) -> list[int]:
@@ -50,9 +48,10 @@ async def answer_count(state: ServerState, request: Request, body: dict[str, Any
     return told(plan, JSONResponse({"input_tokens": len(await encoded(state, request, work, "messages"))}))
 
 
-def _plan(state: ServerState, asked: AskedChat) -> RequestPlan:
-    options = state.options
-    plan = read_plan(asked.body, CHAT, options.name, options.max_tokens_cap, options.max_logprobs)
+def _plan(options: ServeOptions, body: dict[str, Any], counts: bool = False) -> RequestPlan:
+    asked = chat_body(body, options.lenient, counts)
+    with _own_names():
+        plan = read_plan(asked.body, CHAT, options.name, options.max_tokens_cap, options.max_logprobs)
     return replace(plan, thinks=asked.thinks, left_out=asked.left_out)
 
 

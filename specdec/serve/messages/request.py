@@ -18,8 +18,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "diagnostics": (), "speed": ("standard",), "betas": ([],),
 }  # fmt: skip
 # Of the chat's fields, those that mean the same here.
-APART = ("stop", "logprobs", "return_origins", "return_trees", "return_token_ids", "prompt_logprobs", "continue_final_message",
-         "add_generation_prompt")  # fmt: skip
+APART = ("stop", "logprobs", "logprobs_mode", "return_origins", "return_trees", "return_token_ids", "prompt_logprobs",
+         "continue_final_message", "add_generation_prompt")  # fmt: skip
 SAME = tuple(name for name in dict.fromkeys((*SAMPLING_FIELDS, *EXTENSIONS)) if name not in APART)
 COUNTED = (
     "model", "messages", "system", "tools", "tool_choice", "thinking", "output_config", "chat_template_kwargs",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,18 +27,32 @@ from specdec.serve.wire.logprobs import Piece, chat_logprobs
 from specdec.serve.wire.requests import RequestPlan, read_plan
 
 
-async def answer_response(state: ServerState, request: Request, body: dict[str, Any]) -> Response:
-    """The response to a body.  Errors name the fields of this endpoint."""
+async def answer_response(state: ServerState, request: Request) -> Response:
+    """The response to a request.  Errors name the fields of this endpoint."""
     options, count = state.options, state.decoder.decoder.tokenizer.encode_plain
-    chat, left_out = chat_body(body, options.lenient)
-    try:
-        plan = read_plan(chat, CHAT, options.name, options.max_tokens_cap, options.max_logprobs)
-        plan = replace(plan, prompt_field="input", left_out=left_out)
+
+    def read(body: dict[str, Any]) -> tuple[dict[str, Any], RequestPlan]:
+        chat, left_out = chat_body(body, options.lenient)
+        with _own_names():
+            plan = read_plan(chat, CHAT, options.name, options.max_tokens_cap, options.max_logprobs)
+        return body, replace(plan, prompt_field="input", left_out=left_out)
+
+    body, plan = await state.read(request, read)
+    with _own_names():
         name = "resp_" + request.scope[ENTRY].id.removeprefix("req-")
         heading = ResponseHeading(name, options.name, int(time.time()), body, lambda text: len(count(text)))
         return await answer_plan(state, request, plan, _Response(heading, plan, state.piece))
+
+
+@contextmanager
+def _own_names() -> Iterator[None]:
+    """Gives errors about the chat the names of this endpoint's fields."""
+    try:
+        yield
     except ApiError as error:
         error.rename(CALLED)
+        error.message = error.message.replace("].function.", "].")
+        error.param = error.param and error.param.replace("].function.", "].")
         raise
 
 

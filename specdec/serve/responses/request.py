@@ -86,6 +86,8 @@ def chat_body(body: dict[str, Any], lenient: bool = False) -> tuple[dict[str, An
         chat |= {"logprobs": True, "top_logprobs": values.get("top_logprobs", 0)}
     elif values.get("top_logprobs"):
         raise wrong("top_logprobs", f"top_logprobs needs include; nearest setting that works: include={[LOGPROBS]}")
+    elif values.get("logprobs_mode", "raw") != "raw":
+        raise wrong("logprobs_mode", f"logprobs_mode needs include; nearest setting that works: include={[LOGPROBS]}")
     return chat, left_out
 
 

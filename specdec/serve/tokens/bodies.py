@@ -53,14 +53,17 @@ def tokenized(ids: Sequence[int], max_seq_len: int, strings: Sequence[str] | Non
     return {"count": len(ids), "max_model_len": max_seq_len, "tokens": list(ids), "token_strs": strings}
 
 
-def read_detokenize(body: dict[str, Any], model_name: str) -> list[int]:
-    """The ids of a body.  ApiError 400 or 404 with the name of the field that is wrong."""
+def read_detokenize(body: dict[str, Any], model_name: str, vocab_size: int) -> list[int]:
+    """The ids of a body, below vocab_size.  ApiError 400 or 404 with the name of the field that is wrong."""
     values = only_used(body, ("model", "tokens"), {}, "")
     check_model(values.get("model"), model_name)
     tokens = values.get("tokens")
     if tokens is None:
         raise wrong("tokens", "tokens is missing: expected a list of token ids; nearest thing that works: []")
     try:
-        return [] if tokens == [] else list(require_ids("tokens", tokens))
+        ids = list(require_ids("tokens", tokens))
     except (TypeError, ValueError, OverflowError) as error:
         raise wrong("tokens", str(error)) from None
+    if unknown := [token for token in ids if token >= vocab_size]:
+        raise wrong("tokens", f"tokens holds {unknown[0]}; expected ids in [0, {vocab_size - 1}]")
+    return ids

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -16,9 +15,9 @@ from specdec.serve.wire.errors import wrong
 from specdec.serve.wire.requests import told_effort
 
 
-async def answer_tokenize(state: ServerState, request: Request, body: dict[str, Any]) -> Response:
+async def answer_tokenize(state: ServerState, request: Request) -> Response:
     """The ids of a text or a chat, as a request with it would have them."""
-    plan = read_tokenize_plan(body, state.options.name)
+    plan = await state.read(request, lambda body: read_tokenize_plan(body, state.options.name))
     name = "prompt" if isinstance(plan.prompt, str) else "messages"
 
     def work(decoder: SpecDecoder) -> list[int]:
@@ -42,12 +41,10 @@ async def encoded(state: ServerState, request: Request, work: Callable[[SpecDeco
         raise wrong(name, tokenizer.without_folder(str(error))) from None
 
 
-async def answer_detokenize(state: ServerState, request: Request, body: dict[str, Any]) -> Response:
+async def answer_detokenize(state: ServerState, request: Request) -> Response:
     """The text of ids, without tokens that begin or end texts."""
-    ids, decoder = read_detokenize(body, state.options.name), state.decoder.decoder
-    size = decoder.model.config.vocab_size
-    if unknown := [token for token in ids if token >= size]:
-        raise wrong("tokens", f"tokens holds {unknown[0]}; expected ids in [0, {size - 1}]")
+    size = state.decoder.decoder.model.config.vocab_size
+    ids = await state.read(request, lambda body: read_detokenize(body, state.options.name, size))
     if not ids:
         return JSONResponse({"prompt": ""})
     decoded = state.decoder.prepared(lambda decoder: decoder.tokenizer.decode(ids))  # a million of them take seconds

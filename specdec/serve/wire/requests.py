@@ -199,6 +199,8 @@ def _sampling(values: dict[str, Any], n: int, path: str, max_logprobs: int) -> S
     if "prediction" in values:
         given["prediction"] = _prediction(values["prediction"])
     given["logprobs"] = (_chat_logprobs if path == fields.CHAT else _completion_logprobs)(values, max_logprobs)
+    if path == fields.CHAT and given["logprobs"] is None and given.get("logprobs_mode", "raw") != "raw":
+        raise wrong("logprobs_mode", "logprobs_mode needs logprobs; nearest setting that works: logprobs=true")
     said_by = {}
     for name, rule in grammar_of(values).items():
         given |= rule

@@ -76,6 +76,13 @@ def test_a_lenient_server_says_what_it_left_out(chat_served: Served, stream: boo
         assert "secret" not in json.dumps(server.lines)
 
 
+def test_the_mode_of_logprobs_says_what_it_needs(chat_served: Served) -> None:
+    """Keeps out: a nearest setting that the endpoint refuses, too: a chat's logprobs are no number."""
+    ask = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2, "logprobs_mode": "processed"}
+    assert post(chat_served, CHAT, ask).json()["error"]["message"].endswith("logprobs=true")
+    assert post(chat_served, CHAT, {**ask, "logprobs": True}).status_code == 200
+
+
 def test_usage_in_each_event(served: Served) -> None:
     """Keeps out: guidellm's default, which waits for counts that never come; counts of another choice's tokens twice."""
     stream = served.client().completions.create(

@@ -173,6 +173,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"output_config": {"effort": "lots"}}, "output_config.effort must be one of"),
     ({"output_config": {"format": {"type": "json"}}}, "output_config.format must be"),
     ({"temperature": 200}, "temperature"),
+    ({"logprobs_mode": "processed"}, "logprobs_mode is not supported: there is no such field"),
     ({"mcp_servers": [{}]}, "mcp_servers is not supported"),
     ({"prompt": "x"}, "prompt is not supported: there is no such field"),
     ({"messages": [{"role": "user", "content": "x" * 2000}]}, "maximum context length is"),
