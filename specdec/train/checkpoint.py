@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
+from zipfile import BadZipFile, ZipFile
 
 import torch
 from torch import Tensor
@@ -81,10 +82,15 @@ class TrainingCheckpoint:
         """Fills model and optimizer from the file.  ValueError if there is no file, or one of another run or shape."""
         if not self.path.is_file():
             raise ValueError(f"resume: expected a checkpoint at {self.path}, got no file; start without --resume")
+        expected = f"resume: expected a checkpoint at {self.path}, got"
         try:
+            with ZipFile(self.path) as file:
+                damaged = file.testzip()  # torch would take changed bytes as numbers
             state = torch.load(self.path, map_location="cpu", weights_only=True)
-        except (RuntimeError, EOFError, OSError, UnpicklingError) as error:
-            raise ValueError(f"resume: expected a checkpoint at {self.path}, got a file that can't be read: {error}") from error
+        except (RuntimeError, EOFError, OSError, UnpicklingError, BadZipFile) as error:
+            raise ValueError(f"{expected} a file that can't be read: {error}; start without --resume") from error
+        if damaged or not isinstance(state, dict):
+            raise ValueError(f"{expected} {'a damaged file' if damaged else 'something else'}; start without --resume")
         check_same(self.path, state.get("made_of", {}), self.made_of)
         own, saved = self._trained(), state.get("model", {})
         shapes, found = ({name: tuple(weight.shape) for name, weight in of.items()} for of in (own, saved))

@@ -144,7 +144,7 @@ def read_rows_file(path: Path, made_of: Mapping[str, Any], rows_NT: Tensor) -> N
     try:
         saved = torch.load(path, weights_only=True)
         was, lengths, tokens = saved["made_of"], saved["lengths"].tolist(), saved["tokens"].to(torch.int64)
-    except (RuntimeError, EOFError, OSError, UnpicklingError, KeyError) as error:
+    except (RuntimeError, EOFError, OSError, UnpicklingError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"self_text: expected rows that a run has written at {path}, got {error}; delete the file") from error
     check_same(path, was, made_of, "self_text", "name another file by --self-text")
     for index, ids in enumerate(tokens.split(lengths)):

@@ -71,6 +71,22 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
         assert torch.equal(weight, second.model.state_dict()[name]), name
 
 
+@pytest.mark.parametrize("damage", ["empty", "cut", "changed", "list"])
+def test_a_damaged_checkpoint_is_refused(tmp_path: Path, damage: str) -> None:
+    """Keeps out: a run that goes on with weights that a disk has changed, or ends with an error about something else."""
+    checkpoint = fresh(tmp_path)
+    checkpoint.save(Progress())
+    saved, weights = checkpoint.path.read_bytes(), checkpoint.model.state_dict()["0.weight"].numpy().tobytes()
+    assert saved.count(weights) == 1
+    if damage == "list":
+        torch.save([1, 2], checkpoint.path)
+    else:
+        changed = {"empty": b"", "cut": saved[:900], "changed": saved.replace(weights, weights[::-1])}
+        checkpoint.path.write_bytes(changed[damage])
+    with pytest.raises(ValueError, match="resume: expected a checkpoint at .*; start without --resume"):
+        checkpoint.load()
+
+
 @torch.no_grad()
 def test_a_small_checkpoint_holds_the_run_in_a_third_of_the_bytes(tmp_path: Path) -> None:
     """Keeps out: second moments of 0, by which the next step divides, scales of another block, and a step counted anew."""
