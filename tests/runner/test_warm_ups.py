@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import toolkit.recurrent.targets  # noqa: F401 (the zoo has its targets by name)
-import torch
 from toolkit.driver import Driver, new_request
 from toolkit.heads.block_zoo import HEADS  # which the zoo then has
 from toolkit.inside.warm_ups import Replays, Trees, WarmUps

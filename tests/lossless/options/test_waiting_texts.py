@@ -122,8 +122,8 @@ def test_texts_are_those_of_rounds_with_masks(zoo: Zoo, tmp_path: Path, target: 
 def test_captures_and_replays_change_nothing(
     zoo: Zoo, tmp_path: Path, target: str, draft: str, shape: Any, whole: bool
 ) -> None:
-    """Keeps out: a warm-up that leads a text on, or the place that it follows; a graph that another round's needs share, or that
-    reads what only its own capture has made.  All of it would show on GPUs alone."""
+    """Keeps out: a warm-up that leads a text on, or the place that it follows; a graph that rounds of other needs share, or
+    that reads what only its own capture has made.  All of it would show on GPUs alone."""
     found, replays = [], Replays()
     for graphs in (None, WarmUps([]), replays):
         decoder = load(zoo, tmp_path, target, draft, shape)
