@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from toolkit.inside.captures import HostUses
 from toolkit.oracles.heads import DenseHead, PathDrafter
 from transformers import AutoModelForCausalLM
 
@@ -25,6 +26,7 @@ from specdec.train.head import train_head
 from specdec.train.heads.files import save
 from specdec.train.heads.fresh import new_head
 from specdec.train.lesson.lesson import Lesson
+from specdec.train.lesson.objective import loss_of_head, objective
 from specdec.train.loop import STEPS
 from specdec.train.selftext import SelfText, frequent_ids
 from specdec.train.settings import HeadRun, TargetRun
@@ -211,6 +213,23 @@ def test_the_loss_of_a_block_is_that_of_its_definition(kind: str, pair: SpecDeco
             total[i].append(float(value))
     assert float(loss) == pytest.approx(sum(0.5**i * sum(values) / max(1, len(values)) for i, values in enumerate(total)), 1e-4)
     assert torch.equal(counts_2S, counts)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "p-eagle", "dflash", "dflash2", "dspark"])
+def test_losses_read_nothing_on_the_host(kind: str, pair: SpecDecoder) -> None:
+    """Keeps out: a value that the host reads in a step, a constant that it copies to the device, or inputs of other shapes:
+    no capture takes that, on GPUs alone."""
+    rows = torch.randint(2048, (12, 32), generator=torch.Generator().manual_seed(0))
+    rows[3, 9:] = -1  # a text with fewer places than there are anchors
+    text, run, ids_V = SelfText(rows, torch.full((12,), 5)), HeadRun(kind=kind, batch=3), torch.arange(2048)
+    head = new_head(pair.model, (1, 13, 24), ids_V, run)
+    loss_of = loss_of_head(pair.model, head, ids_V, run)
+    inputs_of, _ = objective(StateStore(pair.model, text, (1, 13, 24), 1 << 30), loss_of, text, run)
+    steps, uses = [inputs_of(step) for step in range(9)], HostUses()
+    assert len({tuple((x.shape, x.dtype) for x in inputs) for inputs in steps}) == 1
+    with uses:
+        loss_of(steps[0])
+    assert not uses.found
 
 
 def test_states_that_are_kept_are_those_of_a_pass(pair: SpecDecoder) -> None:
