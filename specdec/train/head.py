@@ -101,8 +101,8 @@ def train_head(
     if progress.ended != PAUSED:
         found = measure(decoder, folder, ready.prompts, run.width)
         write_card(folder, run, lesson.made(str(target), [*notes, *lesson.notes]), progress, found)
-    is_paused = progress.ended == PAUSED
-    next_step = f"paused after {progress.spent:.0f} s in all; go on with --resume" if is_paused else _command(target, folder)
+    paused, done = f"paused after {progress.spent:.0f} s in all; go on with --resume", _command(target, folder)
+    next_step = paused if progress.ended == PAUSED else f"ended by: {progress.ended}\n{done}"
     print(f"{_sizes(folder, where, rows_file)}\n{next_step}", flush=True)
     return progress
 

@@ -96,7 +96,7 @@ def story_file(folder: Path) -> Path:
 @pytest.mark.slow_cases(keep=0)
 def test_train_head_end_to_end_and_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Keeps out: a script that trains but writes what the runtime can't load; a resume that starts from nothing; a card with
-    other numbers than those that were measured."""
+    other numbers than those that were measured; a run that does not say why it ended."""
     run = HeadRun(texts=6, width=48, longest_prompt=16, steps=2, batch=2, eval_every=1, eval_prompts=2, draft_vocab_size=300)
     out, other = tmp_path / "head", tmp_path / "other.txt"
     other.write_text("A cat and a dog sat on a mat. They looked at the moon.")
@@ -105,7 +105,8 @@ def test_train_head_end_to_end_and_resumed(tmp_path: Path, capsys: pytest.Captur
     more = replace(run, steps=3, save_dtype="fp8")
     given = {"resume": True, "device": "cpu", "eval_texts": [other]}
     assert train_head(more, target_folder(), [story_file(tmp_path)], out, **given).step == 3
-    assert "held-out text, T=1: accept length" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "held-out text, T=1: accept length" in told and told.count(f"\nended by: {STEPS}\ndone; try it: specdec bench") == 2
     record, card = json.loads((out / "training.json").read_text()), (out / "README.md").read_text()
     assert record["accept"].keys() == {"held-out text", "other"} and record["steps"] == 3 and record["ended"] == STEPS
     number = record["accept"]["other"]["S=5 k=1 nd=6"]["greedy"]
