@@ -101,7 +101,10 @@ def train_head(
     if progress.ended != PAUSED:
         found = measure(decoder, folder, ready.prompts, run.width)
         write_card(folder, run, lesson.made(str(target), [*notes, *lesson.notes]), progress, found)
-    paused, done = f"paused after {progress.spent:.0f} s in all; go on with --resume", _command(target, folder)
+    paused, done = (
+        f"paused after {progress.spent:.0f} s in all; go on with --resume",
+        command_to_try(target, folder, ready.train),
+    )
     next_step = paused if progress.ended == PAUSED else f"ended by: {progress.ended}\n{done}"
     print(f"{_sizes(folder, where, rows_file)}\n{next_step}", flush=True)
     return progress
@@ -218,8 +221,10 @@ def _memory(run: HeadRun, model: Target, layers: tuple[int, ...]) -> str:
     return f"a head of {numbers / 1e6:.1f} M parameters; memory, about: {listed}"
 
 
-def _command(target: str | Path, folder: Path) -> str:
-    return f"done; try it: specdec bench --target {shlex.quote(str(target))} --draft {shlex.quote(str(folder))}"
+def command_to_try(target: str | Path, folder: Path, documents: Sequence[Document]) -> str:
+    """A head that has read chats is tried on chats."""
+    chat = " --chat" if any(document.messages for document in documents) else ""
+    return f"done; try it: specdec bench --target {shlex.quote(str(target))} --draft {shlex.quote(str(folder))}{chat}"
 
 
 def _origin(model: Target, documents: Sequence[Document]) -> dict[str, str]:

@@ -21,7 +21,7 @@ from specdec.draft.eagle.head import Eagle3Head
 from specdec.draft.head import DraftHead
 from specdec.shipped import draft_folder, prompts_file, target_folder
 from specdec.train.block_loss import block_loss, choose_anchors
-from specdec.train.head import train_head
+from specdec.train.head import command_to_try, train_head
 from specdec.train.heads.files import save
 from specdec.train.heads.fresh import new_head
 from specdec.train.lesson.lesson import Lesson
@@ -30,6 +30,7 @@ from specdec.train.selftext import SelfText, frequent_ids
 from specdec.train.settings import HeadRun, TargetRun
 from specdec.train.states import StateStore, read_rows
 from specdec.train.target import train_target
+from specdec.train.text.documents import Document
 from specdec.train.unroll import draft_steps
 
 ROW = [0, 290, 411, 35, 1020, 77, 512, 933, 64, 1500, 8, 271]
@@ -91,6 +92,13 @@ def story_file(folder: Path) -> Path:
     path = folder / "stories.txt"
     path.write_text("<|endoftext|>".join(f"{a}. {b}." for a, b in zip(prompts[:24], prompts[24:], strict=True)))
     return path
+
+
+def test_a_head_of_chats_is_tried_on_chats(tmp_path: Path) -> None:
+    """Keeps out: a head of an instruct model whose first numbers come from prompts without the chat template."""
+    chat = Document("Hi", [{"role": "user", "content": "Hi"}])
+    assert command_to_try("a b", tmp_path, [Document("Hi")]) == f"done; try it: specdec bench --target 'a b' --draft {tmp_path}"
+    assert command_to_try("a", tmp_path, [Document("Hi"), chat]).endswith(f"--draft {tmp_path} --chat")
 
 
 @pytest.mark.slow_cases(keep=0)
