@@ -2,8 +2,8 @@
 
 The target writes the text that the head learns from.  A head is EAGLE-3's (arXiv 2503.01840), or one that drafts in one pass:
 P-EAGLE (arXiv 2602.01469), DFlash (arXiv 2602.06036), DFlash2 or DSpark.  This file knows settings, files and the order of
-the steps; `selftext` writes the text, `heads/` makes and saves heads, `unroll` and `block_loss` compute losses, `step` and `loop`
-run the optimizer, and `card/` measures the head and says what it is worth.
+the steps; `selftext` writes the text, `heads/` makes and saves heads, `unroll` and `block_loss` compute losses, `step` and
+`loop` run the optimizer, and `card/` measures the head and says what it is worth.
 """
 
 from __future__ import annotations
