@@ -46,7 +46,7 @@ PATTERNS = (  # the first pattern that occurs in a kernel's short name says its 
     (
         TREE,
         r"gather|scatter|index|search|softmax|reduce|noise|perturb|arrange|logits|chain|round|last_positions|match_keys|prepend|^pack_"
-        r"|^(rates|match_paths|write_text|continuations|predicted_paths|follow|join|learn|halve_counts|tree_numbers)_kernel",
+        r"|^(rates|match_paths|write_text|continuations|predicted_paths|follow|join|learn|halve_counts|tree_numbers|halt)_kernel|^soft_entropy",
     ),
     (NORM, r"elementwise|copy|cat|fill|arange|roll"),
 )

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from specdec.parallel.processes import PATIENCE, OtherRanks, RankPipe, RankWork, Rendezvous, run_work
+from specdec.parallel.processes import PATIENCE, START_PATIENCE, OtherRanks, RankPipe, RankWork, Rendezvous, run_work
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _meetings = count()  # of this process; all ranks make the same ones, in the same order
@@ -55,7 +55,7 @@ def meet_others(process: LaunchedProcess) -> OtherRanks:
     pipes: dict[int, Connection] = {}
     with socket.create_server((host, 0)) as server:
         store.set("first rank", f"{server.getsockname()[1]} {key.hex()}")
-        server.settimeout(PATIENCE.total_seconds())
+        server.settimeout(START_PATIENCE.total_seconds())
         while len(pipes) < process.size - 1:
             pipe = _pipe_of(server.accept()[0])
             deliver_challenge(pipe, key)
@@ -80,7 +80,7 @@ def run_other_rank(process: LaunchedProcess, work: RankWork) -> None:
 
 def _meet(process: LaunchedProcess) -> dist.Store:
     """A store of the ranks' own for one decoder, within the launcher's."""
-    store, _, _ = next(iter(dist.rendezvous("env://", timeout=PATIENCE)))
+    store, _, _ = next(iter(dist.rendezvous("env://", timeout=START_PATIENCE)))
     return dist.PrefixStore(f"specdec/{next(_meetings)}", store)
 
 

@@ -195,8 +195,10 @@ def test_each_of_several_sources_has_its_colour(run: Run) -> None:
     """Keeps out: matches of the text that look like the drafter's own, a colour that the legend lacks."""
     drafts = [str(shipped.draft_folder()), "suffix"]
     prompt = "Tom said no. Lily said no. Tom said no. Lily said"
-    with SpecDecoder.from_pretrained(shipped.target_folder(), drafts, SpecConfig(3, 2, 8), device="cpu", smoke=False) as joined:
+    wanted = shipped.target_folder(), drafts, SpecConfig(3, 2, 8)
+    with SpecDecoder.from_pretrained(*wanted, device="cpu", smoke=False) as joined:
         shown = run(joined, prompt, "--max-tokens", "24")
+    with SpecDecoder.from_pretrained(*wanted, device="cpu", smoke=False) as joined:  # one that has learned nothing of sources
         (out,) = joined.generate(prompt, SamplingParams(max_tokens=24))
         tokens = [joined.tokenizer.decode([*out.prompt_token_ids, *out.token_ids[:n]]) for n in range(25)]
     assert len({*out.sources} - {""}) > 1, "one source wrote it all"

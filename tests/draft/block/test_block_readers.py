@@ -23,8 +23,10 @@ from specdec.draft.block.dflash2.head import DFlash2Head
 from specdec.draft.block.formats.common import default_features
 from specdec.draft.block.peagle import PEagleHead
 from specdec.draft.formats.open import HowToRead, open_head
+from specdec.draft.formats.parts import tensors_of
 from specdec.draft.load import build_head
-from specdec.train.heads.speculators import Verifier, config_of, tensors_of
+from specdec.train.heads.safeailab import vocabulary_map
+from specdec.train.heads.speculators import Verifier, config_of, has_map, parts_of
 
 CPU, F64 = torch.device("cpu"), torch.float64
 PEAGLE = dict(kind="p-eagle", skips=False, own_embeddings=True, own_lm_head=True, qk_norm=False, draft_vocab=26)
@@ -126,7 +128,8 @@ def test_exported_heads_are_read_back(zoo: Zoo, tmp_path: Path, case: int) -> No
     opened = open_head(folder, target.config)
     head = build_head(opened, target, 64, CPU, torch.float32)
     assert isinstance(head, PEagleHead | DFlashHead)
-    again = save(tmp_path / "second", (config_of(head, {"rope_theta": 3000.0}, Verifier("a", ["B"])), tensors_of(head)))
+    tensors = tensors_of(parts_of(head)) | (vocabulary_map(head) if has_map(head) else {})
+    again = save(tmp_path / "second", (config_of(head, {"rope_theta": 3000.0}, Verifier("a", ["B"])), tensors))
     read = open_head(again, target.config)
     assert replace(read.parsed.spec, model=replace(read.parsed.spec.model, dtype="float32")) == opened.parsed.spec
     same = build_head(read, target, 64, CPU, torch.float32).state_dict()

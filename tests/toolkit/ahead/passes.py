@@ -30,5 +30,6 @@ PASSES: tuple[Callable[[], None], ...] = (
     rounds.sampling,
     rounds.drafting,
     rounds.verifying,
+    rounds.losses,
     rounds.exchanges,
 )

@@ -51,6 +51,7 @@ from specdec.ops.topk import greedy_tokens, top_tokens
 from specdec.parallel.scan_triton import launch_scan_ranks
 from specdec.parallel.symmetric.flat_triton import launch_flat
 from specdec.parallel.symmetric.rows_triton import launch_rows
+from specdec.train.lesson.entropy_triton import launch_entropy, launch_gradient
 from specdec.verify.accept import Accepted
 from specdec.verify.accept_triton import launch_accept
 from specdec.verify.halt_triton import launch_halt
@@ -82,6 +83,14 @@ def sampling() -> None:
                 sampled_tokens(logits, options.temperature_B, ids(B), ids(R), cut)
             masked_logits(logits, BitMasks(counts(2, N, -(-V // 32)), counts(B)))
     gumbel_noise(ids(4), ids(4), 32000)
+
+
+def losses() -> None:
+    """What training compares of the target's distributions and the head's."""
+    for dtype in (torch.bfloat16, torch.float32):
+        logits, teacher = (torch.empty(64, VOCABULARY, dtype=dtype) for _ in range(2))
+        entropy, _, sums = launch_entropy(logits, teacher)
+        launch_gradient(logits, teacher, sums, entropy)
 
 
 def joining(B: int) -> None:
