@@ -164,15 +164,8 @@ def test_what_ends_a_text_ends_that_of_a_grammar() -> None:
 def test_a_step_s_place_is_known() -> None:
     """Keeps out: a declared step that no pass runs, one that runs and no option declares, a drafter's graph without noise that
     is replayed for rows with noise, tables that are not made for a step that reads them."""
-    others = {
-        "sampled",
-        "filtered",
-        "min_p",
-        "processed",
-        "prediction",
-        "sources",
-        "waits",
-    }  # of choose_tokens itself, drafts, paths
+    # Of choose_tokens itself, of drafts, and of accepted paths.
+    others = {"sampled", "filtered", "min_p", "processed", "prediction", "sources", "waits"}
     assert {*STEPS} == {*EDITS, *others} and not EDITS.keys() & others
     assert Needs.of(*STEPS).drafts.steps >= {"sampled", "filtered", "min_p"}
     tables = {step for step in STEPS if Needs.of(step).rules}
