@@ -98,14 +98,11 @@ def train_head(
     lesson = Lesson(decoder, text, run, layers, where, origin, began)
     with around_steps():  # the target's states too, so that they are the same whether they are kept or not
         progress = lesson.fit(resume, lambda head: save(head, folder, run.layout_of_head, target, run.save_dtype))
+    next_step = f"paused after {progress.spent:.0f} s in all; go on with --resume"
     if progress.ended != PAUSED:
         found = measure(decoder, folder, ready.prompts, run.width)
         write_card(folder, run, lesson.made(str(target), [*notes, *lesson.notes]), progress, found)
-    paused, done = (
-        f"paused after {progress.spent:.0f} s in all; go on with --resume",
-        command_to_try(target, folder, ready.train),
-    )
-    next_step = paused if progress.ended == PAUSED else f"ended by: {progress.ended}\n{done}"
+        next_step = f"ended by: {progress.ended}\n{command_to_try(target, folder, ready.train)}"
     print(f"{_sizes(folder, where, rows_file)}\n{next_step}", flush=True)
     return progress
 
