@@ -22,7 +22,7 @@ from specdec.draft.eagle.head import Eagle3Head
 from specdec.draft.head import DraftHead
 from specdec.shipped import draft_folder, prompts_file, target_folder
 from specdec.train.block_loss import block_loss, choose_anchors
-from specdec.train.head import train_head
+from specdec.train.head import command_to_try, train_head
 from specdec.train.heads.files import save
 from specdec.train.heads.fresh import new_head
 from specdec.train.lesson.lesson import Lesson
@@ -32,6 +32,7 @@ from specdec.train.selftext import SelfText, frequent_ids
 from specdec.train.settings import HeadRun, TargetRun
 from specdec.train.states import StateStore, read_rows
 from specdec.train.target import train_target
+from specdec.train.text.documents import Document
 from specdec.train.unroll import draft_steps
 
 ROW = [0, 290, 411, 35, 1020, 77, 512, 933, 64, 1500, 8, 271]
@@ -95,10 +96,17 @@ def story_file(folder: Path) -> Path:
     return path
 
 
+def test_a_head_of_chats_is_tried_on_chats(tmp_path: Path) -> None:
+    """Keeps out: a head of an instruct model whose first numbers come from prompts without the chat template."""
+    chat = Document("Hi", [{"role": "user", "content": "Hi"}])
+    assert command_to_try("a b", tmp_path, [Document("Hi")]) == f"done; try it: specdec bench --target 'a b' --draft {tmp_path}"
+    assert command_to_try("a", tmp_path, [Document("Hi"), chat]).endswith(f"--draft {tmp_path} --chat")
+
+
 @pytest.mark.slow_cases(keep=0)
 def test_train_head_end_to_end_and_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Keeps out: a script that trains but writes what the runtime can't load; a resume that starts from nothing; a card with
-    other numbers than those that were measured."""
+    other numbers than those that were measured; a run that does not say why it ended."""
     run = HeadRun(texts=6, width=48, longest_prompt=16, steps=2, batch=2, eval_every=1, eval_prompts=2, draft_vocab_size=300)
     out, other = tmp_path / "head", tmp_path / "other.txt"
     other.write_text("A cat and a dog sat on a mat. They looked at the moon.")
@@ -107,7 +115,8 @@ def test_train_head_end_to_end_and_resumed(tmp_path: Path, capsys: pytest.Captur
     more = replace(run, steps=3, save_dtype="fp8")
     given = {"resume": True, "device": "cpu", "eval_texts": [other]}
     assert train_head(more, target_folder(), [story_file(tmp_path)], out, **given).step == 3
-    assert "held-out text, T=1: accept length" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "held-out text, T=1: accept length" in told and told.count(f"\nended by: {STEPS}\ndone; try it: specdec bench") == 2
     record, card = json.loads((out / "training.json").read_text()), (out / "README.md").read_text()
     assert record["accept"].keys() == {"held-out text", "other"} and record["steps"] == 3 and record["ended"] == STEPS
     number = record["accept"]["other"]["S=5 k=1 nd=6"]["greedy"]
