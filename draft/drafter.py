@@ -305,7 +305,7 @@ class Drafter(ABC):
         raise NotImplementedError
 
     def changed(self, state: BatchState) -> list[Tensor]:
-        """The tensors that `extend`, `keep` and `catch_up` change and that a later phase reads, of these rows.
+        """The tensors that `draft`, `extend`, `keep` and `catch_up` change and that a later phase or round reads, of the rows.
 
         A capture restores them after its warm-ups.  What a phase overwrites with the same values each time need not be listed.
         """

@@ -11,10 +11,9 @@ from pathlib import Path
 
 from pairs.plan import PartsFolder
 from pairs.requests import RUN
-from pairs.table import markdown, table_of
+from pairs.table import MEASURED, markdown, table_of
 
 LARGEST = 16_000_000  # bytes of all files together
-MEASURED = ("train", "eval", "verify", "start", "bench")  # steps whose parts are of a head
 FILES = ("config.json", "model.safetensors")
 
 

@@ -148,10 +148,13 @@ class PartsFolder:
 
 
 class TimeBudget:
-    """Seconds that a call may take.  Work begins only while what was the longest yet would end in time."""
+    """Seconds that a call may take.  Work begins only while what was the longest yet would end in time.
 
-    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self.seconds, self.longest, self._clock, self._begun = seconds, 0.0, clock, clock()
+    where: the machine and the day, which each part of this call gets: other calls may run on other machines.
+    """
+
+    def __init__(self, seconds: float, where: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.seconds, self.longest, self.where, self._clock, self._begun = seconds, 0.0, where, clock, clock()
 
     @property
     def left(self) -> float:
@@ -168,7 +171,7 @@ class TimeBudget:
         took = self._clock() - begun
         if part is None:
             return False
-        folder.keep(name, {**part, "part_seconds": round(took, 2)})
+        folder.keep(name, {**part, "where": self.where, "part_seconds": round(took, 2)})
         self.longest = max(self.longest, took)
         print(f"{name}: {took:.1f} s, {self.left:.0f} s left", flush=True)
         return True

@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -144,9 +145,18 @@ def run_step(args: argparse.Namespace) -> int:
     return 0
 
 
+def _where(plan: PairsPlan) -> str:
+    """The machine that measures, and the day."""
+    from specdec.loading.about.machine import machine_facts, versions
+
+    facts = machine_facts()
+    device = facts["gpus"][0]["name"] if facts["gpus"] and plan.device != "cpu" else facts["cpu"]
+    return f"{device}, torch {versions()['torch']}, {datetime.now(UTC).date().isoformat()}"
+
+
 def run_parts(args: argparse.Namespace, folder: PartsFolder) -> int:
     """Runs what is missing of a step.  One that fails is named at the end, and takes no other with it."""
-    budget, late, failed = TimeBudget(args.seconds), list[str](), list[str]()
+    budget, late, failed = TimeBudget(args.seconds, _where(folder.plan)), list[str](), list[str]()
     for name, measure in work_of(args, folder, budget):
         try:
             if not budget.run(folder, name, measure):

@@ -16,6 +16,7 @@ from texts.sources import told
 from pairs.plan import KINDS, LONG, PairsPlan, PartsFolder
 from specdec.loading.about.machine import machine_facts, versions
 
+MEASURED = ("train", "eval", "verify", "start", "bench")  # steps whose parts are of a head
 HEADS = (*KINDS, *(kind + LONG for kind in KINDS))
 Rows = list[list[str]]
 
@@ -30,7 +31,7 @@ def write_table(folder: PartsFolder) -> None:
 
 def table_of(folder: PartsFolder) -> dict[str, Any]:
     """All parts by step, the plan, and the machine that wrote the table."""
-    steps = {step: folder.parts(step) for step in ("prompts", "texts", "train", "eval", "verify", "start", "bench")}
+    steps = {step: folder.parts(step) for step in ("prompts", "texts", *MEASURED)}
     about = {"date": datetime.now(UTC).date().isoformat(), "versions": versions(), "machine": machine_facts()}
     return {"plan": asdict(folder.plan), **about, **steps}
 
@@ -54,10 +55,15 @@ def markdown(record: dict[str, Any]) -> str:
 
 
 def _about(record: dict[str, Any], plan: PairsPlan) -> str:
-    gpus = [gpu["name"] for gpu in record["machine"]["gpus"]]
-    where = gpus[0] if gpus else record["machine"]["cpu"]
-    rows = f"{plan.texts:,} rows of {plan.width} tokens, {plan.steps:,} steps of {plan.batch} rows"
-    return f"{record['date']}, {where}, torch {record['versions']['torch']}. {rows}; every kind has the same."
+    """Which steps ran where and when, since parts of several machines meet in a folder, and how much training a head had."""
+    steps: dict[str, dict[str, None]] = {}
+    for step in MEASURED:
+        for part in record[step].values():
+            steps.setdefault(part["where"], {})[step] = None
+    places = [f"{', '.join(each)}: {where}" for where, each in steps.items()]
+    rows = f"{plan.texts:,} rows of {plan.width} tokens, {plan.steps:,} steps of {plan.batch} rows, the same for every kind"
+    longer = f"; heads named {LONG}: {plan.long_seconds:,} seconds in place of the steps" if plan.long_seconds else ""
+    return f"{'; '.join(places)}. Training: {rows}{longer}."
 
 
 def _grid(names: list[str], rows: Rows) -> str:

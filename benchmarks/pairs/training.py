@@ -45,6 +45,7 @@ def write_prompts(folder: PartsFolder, plan: PairsPlan, texts: Path, evaluation:
     # The target asks later, where these files are not: what it must not ask goes along.
     (folder.path / "known.json").write_text(json.dumps(sorted(map(" ".join, known))))
     folder.keep("prompts-all", {"requests": len(asks)})
+    print(f"{folder.path}: the plan, {len(asks):,} requests, and prompts of {', '.join(FILES)} to measure with")
 
 
 def ask_target(folder: PartsFolder, plan: PairsPlan) -> dict[str, Any]:

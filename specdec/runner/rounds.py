@@ -80,13 +80,13 @@ class RoundRunner:
                 return self._verify(state, step, DraftTree.chain(state.bonus_B[:, None]), graphs)
         drafter, spec, needs = self.workers.need_drafter(), step.spec, step.needs
         assert spec is not None
+        changed = drafter.changed(state)
         with self.clock.phase("draft"), choosing(active_B):
             key = "draft", state.shape, spec, needs.drafts, needs.halts
-            tree = self._run(graphs, key, lambda: drafter.draft(state.begin_round(needs), spec, needs), [])
+            tree = self._run(graphs, key, lambda: drafter.draft(state.begin_round(needs), spec, needs), changed)
         with self.clock.phase("verify"), choosing(active_B):
             result = self._verify(state, step, tree, graphs)
         with self.clock.phase("extend"), choosing(active_B, result.new.last_B):
-            changed = drafter.changed(state)
             self._run(graphs, ("extend", state.shape, spec, needs), lambda: _extend(drafter, state, needs, result.new), changed)
         return result
 

@@ -1,9 +1,9 @@
 """Trains a draft head for a target, and measures the finished head with the runtime itself.
 
 The target writes the text that the head learns from.  A head is EAGLE-3's (arXiv 2503.01840), or one that drafts in one pass:
-P-EAGLE (arXiv 2602.01469), DFlash (arXiv 2602.06036) or DSpark.  This file knows settings, files and the order of the steps;
-`selftext` writes the text, `heads/` makes and saves heads, `unroll` and `block_loss` compute losses, `step` and `loop` run the
-optimizer, and `card/` measures the head and says what it is worth.
+P-EAGLE (arXiv 2602.01469), DFlash (arXiv 2602.06036), DFlash2 or DSpark.  This file knows settings, files and the order of
+the steps; `selftext` writes the text, `heads/` makes and saves heads, `unroll` and `block_loss` compute losses, `step` and
+`loop` run the optimizer, and `card/` measures the head and says what it is worth.
 """
 
 from __future__ import annotations
@@ -98,11 +98,11 @@ def train_head(
     lesson = Lesson(decoder, text, run, layers, where, origin, began)
     with around_steps():  # the target's states too, so that they are the same whether they are kept or not
         progress = lesson.fit(resume, lambda head: save(head, folder, run.layout_of_head, target, run.save_dtype))
+    next_step = f"paused after {progress.spent:.0f} s in all; go on with --resume"
     if progress.ended != PAUSED:
         found = measure(decoder, folder, ready.prompts, run.width)
         write_card(folder, run, lesson.made(str(target), [*notes, *lesson.notes]), progress, found)
-    is_paused = progress.ended == PAUSED
-    next_step = f"paused after {progress.spent:.0f} s in all; go on with --resume" if is_paused else _command(target, folder)
+        next_step = f"ended by: {progress.ended}\n{command_to_try(target, folder, ready.train)}"
     print(f"{_sizes(folder, where, rows_file)}\n{next_step}", flush=True)
     return progress
 
@@ -218,8 +218,10 @@ def _memory(run: HeadRun, model: Target, layers: tuple[int, ...]) -> str:
     return f"a head of {numbers / 1e6:.1f} M parameters; memory, about: {listed}"
 
 
-def _command(target: str | Path, folder: Path) -> str:
-    return f"done; try it: specdec bench --target {shlex.quote(str(target))} --draft {shlex.quote(str(folder))}"
+def command_to_try(target: str | Path, folder: Path, documents: Sequence[Document]) -> str:
+    """A head that has read chats is tried on chats."""
+    chat = " --chat" if any(document.messages for document in documents) else ""
+    return f"done; try it: specdec bench --target {shlex.quote(str(target))} --draft {shlex.quote(str(folder))}{chat}"
 
 
 def _origin(model: Target, documents: Sequence[Document]) -> dict[str, str]:

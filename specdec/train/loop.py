@@ -80,7 +80,7 @@ def make_optimizer(model: torch.nn.Module, schedule: TrainSchedule) -> torch.opt
         return torch.optim.AdamW(groups, lr=schedule.lr, betas=betas)
     for group in groups:
         group["lr"] = torch.tensor(schedule.lr, dtype=torch.float32, device=matrices[0].device)
-    return torch.optim.AdamW(groups, betas=betas, fused=True, capturable=True)
+    return torch.optim.AdamW(groups, betas=betas, fused=True)
 
 
 # Makes a 0-based step at a learning rate.  It gives (loss, norm of the gradient), tensors of one number each.

@@ -113,6 +113,8 @@ class TrainStep:
         loss.backward()
         self._clock.mark("backward")
         norm = torch.nn.utils.clip_grad_norm_(self.weights, 1.0)
+        for group in self._optimizer.param_groups:  # torch refuses a capture of others, and warns of an eager step of these
+            group["capturable"] = is_captured(self.device)
         self._optimizer.step()
         self._clock.mark("optimizer")
         return StepResult(loss.detach(), norm)
@@ -135,6 +137,11 @@ class TrainStep:
         self._queued.append(event)
         if len(self._queued) > AHEAD:
             self._queued.popleft().synchronize()
+
+
+def is_captured(device: torch.device) -> bool:
+    """Whether what is launched now becomes part of a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 @contextmanager

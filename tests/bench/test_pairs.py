@@ -202,7 +202,7 @@ def test_wrong_settings_and_heads_are_refused(pairs: Any, tmp_path: Path) -> Non
 def test_a_budget_ends_before_its_seconds(pairs: Any, tmp_path: Path) -> None:
     """Keeps out: a machine that is taken away in the middle of a part, all of which is lost."""
     now, folder = [0.0], pairs.plan.PartsFolder(tmp_path)
-    budget = pairs.plan.TimeBudget(100.0, lambda: now[0])
+    budget = pairs.plan.TimeBudget(100.0, "a GPU", lambda: now[0])
 
     def work() -> dict[str, int]:
         now[0] += 40.0
@@ -210,3 +210,18 @@ def test_a_budget_ends_before_its_seconds(pairs: Any, tmp_path: Path) -> None:
 
     assert [budget.run(folder, name, work) for name in ("a", "b", "a", "c")] == [True, True, True, False]
     assert now == [80.0] and folder.part("c") is None and folder.part("b")["part_seconds"] == 40.0
+
+
+def test_a_table_names_the_machine_of_each_step(pairs: Any, tmp_path: Path) -> None:
+    """Keeps out: speeds of a GPU under the name of the machine that wrote the table; a long run told as one of few steps."""
+    folder = pairs.plan.PartsFolder(tmp_path)
+    folder.begin(pairs.plan.PairsPlan("model.gguf", long_seconds=1200))
+    for where, step in {"a GPU, 1 May": "bench", "a CPU, 2 May": "eval", "a GPU, 2 May": "verify"}.items():
+        budget = pairs.plan.TimeBudget(100.0, where, lambda: 0.0)
+        for kind in ("eagle3", "dspark"):
+            budget.run(folder, f"{step}-{kind}", dict)
+    about = pairs.table.markdown(pairs.table.table_of(folder)).partition("\n")[0]
+    assert about.startswith(
+        "eval: a CPU, 2 May; verify: a GPU, 2 May; bench: a GPU, 1 May. Training: 12,288 rows of 384 tokens"
+    )
+    assert "heads named -long: 1,200 seconds" in about

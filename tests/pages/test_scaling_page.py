@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import runpy
 
@@ -42,6 +43,8 @@ def test_the_table_is_of_the_results() -> None:
     found = FILL["read"](FILL["results"]())
     assert FILL["filled"](PAGE, found) == PAGE and len(found) > 15
     assert "| Llama 3.1 8B, plain step, batch 1 | 3.83 | 2.32 | 1.94 | *" in PAGE
+    days = sorted({json.loads(file.read_text())["date"] for file in FILL["results"]()})
+    assert f"Upright numbers were measured, on {' and '.join(days)}." in PAGE
 
 
 def test_paper_is_told_from_measurement() -> None:

@@ -4,7 +4,6 @@ Calls of torch's functions are watched on a CPU, which sees the definitions that
 the torch backend may read: it never runs in a capture.
 """
 
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,46 +13,19 @@ import torch
 from toolkit.checkpoints.mixtures import MixtureZoo
 from toolkit.deepseek import SparseZoo
 from toolkit.driver import Driver
+from toolkit.inside.captures import HostUses
 from toolkit.models import Zoo, ragged_prompts
 from toolkit.mtp_layers.targets import MtpZoo
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from specdec import SamplingParams, SpecConfig
 from specdec.ops.cuda_graph import GraphSet
 from specdec.session import Session
 
-READS = set("item tolist __bool__ __int__ __float__ __index__ nonzero cpu numpy unique masked_select equal bincount".split())
-COPIES = set("tensor as_tensor new_tensor from_numpy".split())
 SAMPLING = [
     SamplingParams(max_tokens=5, temperature=0.7, seed=1, top_p=0.9, top_n_sigma=2.0, logprobs=2),
     SamplingParams(max_tokens=5, presence_penalty=0.5, min_tokens=2, bad_words=[[1, 2]], logit_bias={3: 1.0}),
     SamplingParams(max_tokens=5, logprobs=0, logprobs_mode="processed"),
 ]
-
-
-class HostUses(TorchFunctionMode):
-    """Notes calls that read a tensor's values, or make one of the host's."""
-
-    def __init__(self) -> None:
-        self.found: set[str] = set()
-
-    def __torch_function__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
-        name = getattr(function, "__name__", "")
-        if name in READS | COPIES or (name in ("__getitem__", "__setitem__") and uses_host(*given)):
-            frame = next(each for each in traceback.extract_stack()[-2::-1] if "/torch/" not in each.filename)
-            if "attention/eager/" not in frame.filename:
-                self.found.add(f"{frame.filename}:{frame.lineno} {name}")
-        return function(*given, **(named or {}))
-
-
-def uses_host(x: Tensor, index: Any, value: Any = None) -> bool:
-    """Whether torch copies a list of places or a single value from the host, or counts the places of a mask."""
-    places = index if isinstance(index, tuple) else (index,)
-    if any(isinstance(at, list | range) or (isinstance(at, Tensor) and at.dtype == torch.bool) for at in places):
-        return True
-    is_one = len(places) == x.dim() and all(isinstance(at, int) for at in places)
-    return is_one and value is not None and not isinstance(value, Tensor)
 
 
 class Watched(GraphSet):

@@ -5,23 +5,18 @@ else a later phase reads must come out the same however often the function has r
 captured under its key, with that function's Python values.
 """
 
-from collections import Counter
-from collections.abc import Callable, Hashable
 from typing import Any
 
 import pytest
 import toolkit.recurrent.targets  # noqa: F401 (the zoo has its targets by name)
-import torch
 from toolkit.driver import Driver, new_request
 from toolkit.heads.block_zoo import HEADS  # which the zoo then has
-from toolkit.inside.warm_ups import Trees, WarmUps
+from toolkit.inside.warm_ups import Replays, Trees, WarmUps
 from toolkit.models import Zoo, ragged_prompts
-from torch import Tensor
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.batch.tree import DraftTree
 from specdec.draft.eagle.worker import FEW_ROWS
-from specdec.ops.cuda_graph import GraphSet
 from specdec.shipped import draft_folder, target_folder
 
 SAMPLING = [
@@ -49,42 +44,6 @@ class Watched:
         return getattr(self.inner, name)
 
 
-class Replays(GraphSet):
-    """Runs functions as replays do: the first one that came with a key, into what it returned then.  replays: by key's name."""
-
-    def __init__(self) -> None:
-        super().__init__(False)
-        self.first: dict[Hashable, tuple[Callable[[], Any], Any]] = {}
-        self.replays: Counter[str] = Counter()
-
-    def run(
-        self,
-        key: Hashable,
-        fn: Callable[[], Any],
-        mutable: list[Tensor],
-        warm_ups: int = 2,
-        before: Callable[[], object] = lambda: None,
-    ) -> Any:
-        if key not in self.first:
-            self.first[key] = fn, fn()
-            return self.first[key][1]
-        assert isinstance(key, tuple)
-        captured, result = self.first[key]
-        for held, now in zip(tensors_in(result), tensors_in(captured()), strict=True):
-            if not torch.equal(held, now):  # a chain's parents can't be written, nor do they change
-                held.copy_(now)
-        self.replays[key[0]] += 1
-        return result
-
-
-def tensors_in(result: Any) -> list[Tensor]:
-    """The tensors of what a phase returns."""
-    if isinstance(result, Tensor):
-        return [result]
-    parts = vars(result).values() if isinstance(result, DraftTree) else result if isinstance(result, tuple) else ()
-    return [tensor for part in parts for tensor in tensors_in(part)]
-
-
 def outputs(driver: Driver, trees: Trees) -> list[tuple[list[int], list[int]]]:
     """What requests got, and what each round accepted.  trees: gets the tokens of all trees that are drafted."""
     driver.replace_drafter(Watched(driver.drafter, trees))
@@ -104,13 +63,14 @@ def outputs(driver: Driver, trees: Trees) -> list[tuple[list[int], list[int]]]:
         ("llama", "dspark-rnn"),
         ("llama", "dflash2"),
         ("llama", "ngram"),
+        ("llama", "eagle3+suffix"),
         ("qwen3_5_text", "eagle1"),
     ],
 )
 def test_warm_ups_change_nothing(zoo: Zoo, target: str, kind: str, whole: bool) -> None:
     """Keeps out: a tensor that a phase advances and that is missing among those that a capture restores: lengths, tokens that a
-    pause kept, counts of tokens, first levels, numbers of states.  The first round of each shape would then be wrong, on GPUs
-    alone."""
+    pause kept, counts of tokens, first levels, numbers of states, the places that texts follow.  The first round of each shape
+    would then be wrong, on GPUs alone."""
     settings: dict[str, Any] = {"page_size": 4, "max_batch_size": 2}
     spec = SpecConfig("auto", 2, 6)
     trees: Trees = []

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from toolkit.inside.captures import HostUses
 from toolkit.oracles.heads import DenseHead, PathDrafter
 from transformers import AutoModelForCausalLM
 
@@ -21,15 +22,17 @@ from specdec.draft.eagle.head import Eagle3Head
 from specdec.draft.head import DraftHead
 from specdec.shipped import draft_folder, prompts_file, target_folder
 from specdec.train.block_loss import block_loss, choose_anchors
-from specdec.train.head import train_head
+from specdec.train.head import command_to_try, train_head
 from specdec.train.heads.files import save
 from specdec.train.heads.fresh import new_head
 from specdec.train.lesson.lesson import Lesson
+from specdec.train.lesson.objective import loss_of_head, objective
 from specdec.train.loop import STEPS
 from specdec.train.selftext import SelfText, frequent_ids
 from specdec.train.settings import HeadRun, TargetRun
 from specdec.train.states import StateStore, read_rows
 from specdec.train.target import train_target
+from specdec.train.text.documents import Document
 from specdec.train.unroll import draft_steps
 
 ROW = [0, 290, 411, 35, 1020, 77, 512, 933, 64, 1500, 8, 271]
@@ -93,10 +96,17 @@ def story_file(folder: Path) -> Path:
     return path
 
 
+def test_a_head_of_chats_is_tried_on_chats(tmp_path: Path) -> None:
+    """Keeps out: a head of an instruct model whose first numbers come from prompts without the chat template."""
+    chat = Document("Hi", [{"role": "user", "content": "Hi"}])
+    assert command_to_try("a b", tmp_path, [Document("Hi")]) == f"done; try it: specdec bench --target 'a b' --draft {tmp_path}"
+    assert command_to_try("a", tmp_path, [Document("Hi"), chat]).endswith(f"--draft {tmp_path} --chat")
+
+
 @pytest.mark.slow_cases(keep=0)
 def test_train_head_end_to_end_and_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Keeps out: a script that trains but writes what the runtime can't load; a resume that starts from nothing; a card with
-    other numbers than those that were measured."""
+    other numbers than those that were measured; a run that does not say why it ended."""
     run = HeadRun(texts=6, width=48, longest_prompt=16, steps=2, batch=2, eval_every=1, eval_prompts=2, draft_vocab_size=300)
     out, other = tmp_path / "head", tmp_path / "other.txt"
     other.write_text("A cat and a dog sat on a mat. They looked at the moon.")
@@ -105,7 +115,8 @@ def test_train_head_end_to_end_and_resumed(tmp_path: Path, capsys: pytest.Captur
     more = replace(run, steps=3, save_dtype="fp8")
     given = {"resume": True, "device": "cpu", "eval_texts": [other]}
     assert train_head(more, target_folder(), [story_file(tmp_path)], out, **given).step == 3
-    assert "held-out text, T=1: accept length" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "held-out text, T=1: accept length" in told and told.count(f"\nended by: {STEPS}\ndone; try it: specdec bench") == 2
     record, card = json.loads((out / "training.json").read_text()), (out / "README.md").read_text()
     assert record["accept"].keys() == {"held-out text", "other"} and record["steps"] == 3 and record["ended"] == STEPS
     number = record["accept"]["other"]["S=5 k=1 nd=6"]["greedy"]
@@ -211,6 +222,23 @@ def test_the_loss_of_a_block_is_that_of_its_definition(kind: str, pair: SpecDeco
             total[i].append(float(value))
     assert float(loss) == pytest.approx(sum(0.5**i * sum(values) / max(1, len(values)) for i, values in enumerate(total)), 1e-4)
     assert torch.equal(counts_2S, counts)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "p-eagle", "dflash", "dflash2", "dspark"])
+def test_losses_read_nothing_on_the_host(kind: str, pair: SpecDecoder) -> None:
+    """Keeps out: a value that the host reads in a step, a constant that it copies to the device, or inputs of other shapes:
+    no capture takes that, on GPUs alone."""
+    rows = torch.randint(2048, (12, 32), generator=torch.Generator().manual_seed(0))
+    rows[3, 9:] = -1  # a text with fewer places than there are anchors
+    text, run, ids_V = SelfText(rows, torch.full((12,), 5)), HeadRun(kind=kind, batch=3), torch.arange(2048)
+    head = new_head(pair.model, (1, 13, 24), ids_V, run)
+    loss_of = loss_of_head(pair.model, head, ids_V, run)
+    inputs_of, _ = objective(StateStore(pair.model, text, (1, 13, 24), 1 << 30), loss_of, text, run)
+    steps, uses = [inputs_of(step) for step in range(9)], HostUses()
+    assert len({tuple((x.shape, x.dtype) for x in inputs) for inputs in steps}) == 1
+    with uses:
+        loss_of(steps[0])
+    assert not uses.found
 
 
 def test_states_that_are_kept_are_those_of_a_pass(pair: SpecDecoder) -> None:

@@ -13,6 +13,7 @@ import toolkit.recurrent.targets  # noqa: F401  (the zoo has its targets by name
 from toolkit.checkpoints.grammars import letters_json
 from toolkit.driver import Driver
 from toolkit.heads.block_zoo import HEADS  # noqa: F401  makes heads of one pass known to the Zoo
+from toolkit.inside.warm_ups import Replays, WarmUps
 from toolkit.models import Zoo
 from toolkit.mtp_layers.targets import MtpZoo
 
@@ -113,6 +114,28 @@ def test_texts_are_those_of_rounds_with_masks(zoo: Zoo, tmp_path: Path, target: 
         assert texts_of(decoder, each) == expected, depth
         assert texts_of(decoder, each, speculate=False) == expected, depth
     driver.assert_nothing_leaked()
+
+
+@pytest.mark.slow_cases
+@pytest.mark.parametrize("whole", [True, False], ids=["whole rounds", "phases"])
+@pytest.mark.parametrize(("target", "draft", "shape"), [each for each in KINDS if "auto" not in each[2]], ids=str)
+def test_captures_and_replays_change_nothing(
+    zoo: Zoo, tmp_path: Path, target: str, draft: str, shape: Any, whole: bool
+) -> None:
+    """Keeps out: a warm-up that leads a text on, or the place that it follows; a graph that rounds of other needs share, or
+    that reads what only its own capture has made.  All of it would show on GPUs alone."""
+    found, replays = [], Replays()
+    for graphs in (None, WarmUps([]), replays):
+        decoder = load(zoo, tmp_path, target, draft, shape)
+        driver, each = Driver(decoder), requests(decoder, seed=1)
+        waiting = [asked for asked in each if asked.wait is not None]
+        if graphs is not None:
+            driver.use_graphs(graphs, whole)
+        driver.set_depth(1)
+        outs = [out for some in (each, waiting) for out in decoder.run([request_of(decoder, asked) for asked in some])]
+        found.append([(out.token_ids, out.stats.accepted_per_round) for out in outs])
+    assert found[0] == found[1] == found[2]
+    assert replays.replays["round" if whole else "verify"] and replays.replays["accept"], "without masks, and with them"
 
 
 def test_rounds_have_no_masks_until_a_text_halts(zoo: Zoo, tmp_path: Path) -> None:
