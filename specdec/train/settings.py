@@ -71,7 +71,8 @@ def _check_numbers(run: HeadRun | TargetRun) -> None:
 def _check_whole(run: HeadRun | TargetRun, name: str, least: int) -> None:
     value = getattr(run, name)
     if type(value) is not int or value < least:
-        raise ValueError(f"{name}: expected a whole number of at least {least}, got {value!r}; nearest: {least}")
+        near = math.ceil(value) if isinstance(value, float) and least < value < MAX_NUMBER else least
+        raise ValueError(f"{name}: expected a whole number of at least {least}, got {value!r}; nearest: {near}")
     if value > MAX_NUMBER:
         raise ValueError(f"{name}: expected a whole number of at most {MAX_NUMBER}, got {value!r}")
 

@@ -6,6 +6,7 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -112,7 +113,7 @@ def test_train_head_end_to_end_and_resumed(tmp_path: Path, capsys: pytest.Captur
     other.write_text("A cat and a dog sat on a mat. They looked at the moon.")
     first = train_head(run, target_folder(), [story_file(tmp_path)], out, device="cpu")
     assert first.step == 2 and len(first.history) == 2
-    more = replace(run, steps=3, save_dtype="fp8")
+    more = replace(run, steps=3, save_dtype="fp8", call_seconds=3600)
     given = {"resume": True, "device": "cpu", "eval_texts": [other]}
     assert train_head(more, target_folder(), [story_file(tmp_path)], out, **given).step == 3
     told = capsys.readouterr().out
@@ -121,6 +122,7 @@ def test_train_head_end_to_end_and_resumed(tmp_path: Path, capsys: pytest.Captur
     assert record["accept"].keys() == {"held-out text", "other"} and record["steps"] == 3 and record["ended"] == STEPS
     number = record["accept"]["other"]["S=5 k=1 nd=6"]["greedy"]
     assert number["low"] <= number["accept_length"] <= number["high"] and f"{number['accept_length']:.3f} [" in card
+    assert "`--save-dtype fp8`" in card and "call-seconds" not in card
     head = SpecDecoder.from_pretrained(target_folder(), out, SpecConfig(3, 2, 5), device="cpu")
     (output,) = head.generate("Once upon a time", SamplingParams(max_tokens=24))
     plain = head.generate("Once upon a time", SamplingParams(max_tokens=24), speculate=False)
@@ -260,6 +262,13 @@ WRONG = [
 def test_head_runs_that_cannot_work_are_refused(field: str, value: float | str) -> None:
     with pytest.raises(ValueError, match=field):
         HeadRun(**{field: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("value", "near"), [(0.5, 1), (-2, 0), (-0.5, 0), (3.5, 4), (float("inf"), 0), ("9", 0)])
+def test_a_number_that_is_not_whole_is_told_the_next_one(value: Any, near: int) -> None:
+    """Keeps out: half a second, in whose place the error proposes 0, which is no pause at all."""
+    with pytest.raises(ValueError, match=f"call_seconds: expected a whole number of at least 0, got .*; nearest: {near}$"):
+        HeadRun(call_seconds=value)
 
 
 @pytest.mark.parametrize(("flag", "value"), [("--candidates", "16"), ("--markov", "vanilla"), ("--anchors", "32")])

@@ -29,13 +29,13 @@ NEUTRAL: dict[str, dict[str, tuple[Any, ...]]] = {  # what answers hold too, sen
 
 
 def read_messages(value: Any, system: Any) -> list[dict[str, Any]]:
-    """The messages of the chat.  system: comes first.  ApiError 400 for what is wrong.
+    """The messages of the chat.  system: comes first, if it says anything.  ApiError 400 for what is wrong.
 
     Turns of one role that follow each other are one, with an empty line between them, as in Anthropic's API.
     """
     messages: list[dict[str, Any]] = []
-    if system is not None:
-        _add(messages, {"role": "system", "content": _text(system, "system", "system")})
+    if system is not None and (text := _text(system, "system", "system")):
+        _add(messages, {"role": "system", "content": text})
     if not isinstance(value, list) or not value:
         got = "an empty list" if value == [] else shown(value)
         raise wrong("messages", f"messages must be a list of messages, got {got}")

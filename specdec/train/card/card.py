@@ -17,6 +17,7 @@ from specdec.train.checkpoint import Progress
 from specdec.train.settings import MAX_NUMBER, HeadRun
 
 WEIGHTS = "model.safetensors"
+OF_A_CALL = "call_seconds"  # a setting that says nothing of the run: the last call need not have paused
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def _lines(run: HeadRun, made: Made, progress: Progress, found: Found, record: d
     changed = [
         f"`--{field.name.replace('_', '-')} {value}`"
         for field in fields(run)
-        if (value := getattr(run, field.name)) != field.default and value != MAX_NUMBER
+        if (value := getattr(run, field.name)) != field.default and value != MAX_NUMBER and field.name != OF_A_CALL
     ]
     return [
         f"# A draft head ({run.kind}) for {name}", "",

@@ -197,6 +197,9 @@ def test_fields_that_say_nothing_about_the_text_are_taken(scripted: Served) -> N
     }  # fmt: skip
     tool = {**TOOL, "type": "custom", "cache_control": {"type": "ephemeral"}, "eager_input_streaming": True, "strict": True}
     assert without_ids(ask(scripted, **more, tools=[tool]))["content"] == without_ids(ask(scripted, tools=[TOOL]))["content"]
+    empty: list[dict[str, Any]] = [{}, {"system": []}, {"system": ""}, {"system": [{"type": "text", "text": ""}]}]
+    counts = [scripted.post(COUNT, {"model": "tiny", "messages": USER, **told}).json()["input_tokens"] for told in empty]
+    assert len({*counts}) == 1, "an empty system prompt is rendered as one that says something"
 
 
 def test_a_stream_tells_of_a_failure(scripted: Served) -> None:
