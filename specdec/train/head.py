@@ -190,8 +190,8 @@ def _check(run: HeadRun, config: ModelConfig, target: str, aux_layers: Sequence[
     if aux_layers is None and config.num_layers < 7:  # 1, N//2 - 1, N - 4 ascend from here on
         those = ",".join(map(str, range(min(3, max(1, config.num_layers - 1)))))
         raise ValueError(
-            f"aux_layers (--aux-layers): expected layer numbers for a target of {config.num_layers} layers, such as {those}, got "
-            "none"
+            f"aux_layers (--aux-layers): expected layer numbers for a target of {config.num_layers} layers, such as {those}, "
+            "got none"
         )
     layers = default_aux_layers(config.num_layers, target) if aux_layers is None else tuple(aux_layers)
     if not layers or len(set(layers)) < len(layers) or not all(0 <= layer < config.num_layers for layer in layers):
