@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
+from specdec.parallel.launched import VARIABLES
 from toolkit.driver import Driver
 from toolkit.paths import ROOT
 
@@ -36,7 +37,9 @@ class End(NamedTuple):
 
 def how_it_ends(when: str, size: int, device: str, target: Path, draft: Path) -> End:
     argv = [sys.executable, "-P", "-m", "toolkit.parallel.ends", when, str(size), device, str(target), str(draft)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "tests"), "OMP_NUM_THREADS": "1"}
+    # Without those of a launcher, which tests around this one may have: the program starts its own ranks.
+    kept = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    environment = kept | {"PYTHONPATH": str(ROOT / "tests"), "OMP_NUM_THREADS": "1"}
     program = subprocess.Popen(argv, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True)
     watchdog = threading.Timer(PATIENCE, lambda: os.killpg(program.pid, signal.SIGKILL))
     watchdog.start()
