@@ -22,7 +22,7 @@ GUESS_WEIGHT, NEIGHBOUR_WEIGHT = 3.0, 12.0
 DOUBT = 0.7  # standard deviations that an optimist adds to what is not known well
 MAX_PROBABILITY = 0.999  # no probability is taken to be higher
 
-# Measured: benchmarks/sources/README.md, "First estimates".
+# Chosen between what texts as they are and edits showed: benchmarks/sources/README.md, "First estimates".
 FIRST, NEXT = 0.25, 0.85  # what the first token of a path is assumed to accept, and the next one where it was right
 PREDICTED = 0.75  # the first, where requests bring predictions
 
