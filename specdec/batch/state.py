@@ -146,7 +146,7 @@ class BatchState:
         return [self.lens_B, self.bonus_B, *of_tables, *of_waits]
 
     def begin_round(self, needs: Needs) -> BatchState:
-        """What `awake` gives, of a round that begins.  Called again before tokens are chosen, it does nothing new."""
+        """What `awake` gives, in the first pass of a round."""
         if needs.halts:
             self.waiting.wake(self.active_B)
         return self.awake(needs)

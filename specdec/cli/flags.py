@@ -232,7 +232,8 @@ def _whole(text: str) -> int:
 
 def _nearest_whole(text: str) -> str:
     try:
-        return f"; nearest: {int(float(text))}" if abs(float(text)) < 1e15 else ""
+        number = float(text)
+        return f"; nearest: {1 if 0 < number < 1 else int(number)}" if abs(number) < 1e15 else ""  # 0 often means something else
     except ValueError:
         return ""
 

@@ -116,7 +116,8 @@ class RoundRunner:
             return result
 
         def read_tree() -> TreePass:
-            return verifier.read_tree(state.begin_round(needs), tree, with_features)
+            begun = rows if step.kind == "speculative" else state.begin_round(needs)  # a draft has begun the round already
+            return verifier.read_tree(begun, tree, with_features)
 
         if not needs.grammar:
             return self._run(graphs, key, lambda: accept(read_tree()), changed)

@@ -85,6 +85,7 @@ def test_help_is_quick(tmp_path):
         (["bench", "--prompts", "/"], "got a folder at '/'"),
         (["bench", "--num-prompts", "2", "--batch-sizes", "99"], "got --num-prompts 2; nearest settings: --batch-sizes 2, or"),
         (["bench", "--repeats", "1.5"], "argument --repeats: expected a whole number, got '1.5'; nearest: 1"),
+        (["train", "--call-seconds", "0.5"], "argument --call-seconds: expected a whole number, got '0.5'; nearest: 1"),
         (["verify", "--spec", "5,4,16", "--spec", "5,1,6"], "argument --spec: expected one value, got two"),
         (["plan", "--target", "a", "--gpu-memory", "80"], "got '80'; nearest: 80GB"),
         (["plan", "--target", "a", "--gpu-memory", "8GB", "--context", "0"], "--context must be >= 2, got 0"),

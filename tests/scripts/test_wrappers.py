@@ -111,3 +111,14 @@ def test_help_and_wrong_settings_import_no_torch(tmp_path: Path, command: str) -
     ):
         done = run([sys.executable, "-P", "-m", "specdec.train", command, *more], tmp_path, PYTHONPATH=str(traps))
         assert done.returncode == status and said in done.stdout + done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("name", ["draw_layers", "draw_round", "draw_speed", "fill_scaling"])
+def test_help_writes_nothing(tmp_path: Path, name: str) -> None:
+    """Keeps out: a picture or a table that is written anew by whoever only asks what the script does, or misspells a flag."""
+    (tmp_path / "tests").symlink_to(SCRIPTS.parent / "tests")
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(SCRIPTS / name, tmp_path / "scripts")  # beside no page: one that wrote would fail
+    for flags, status, said in ((["--help"], 0, f"docs/{'SCALING.md' if name == 'fill_scaling' else name[5:]}"), (["--hepl"], 2, "--hepl")):
+        done = run([sys.executable, str(tmp_path / "scripts" / name), *flags], tmp_path)
+        assert done.returncode == status and said in done.stdout + done.stderr, done.stderr
