@@ -11,6 +11,7 @@ from specdec.cli import flags
 from specdec.cli.terminal.output import check_files, console, json_writer, say_plain, write_files
 from specdec.cli.terminal.waiting import over
 from specdec.config import SpecConfig
+from specdec.files.whole import write_whole
 from specdec.screen.progress import Pace, show_progress
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         from specdec.bench.show import plots
 
         plots.require(Path(args.plot))
-        writers[args.plot] = lambda path: plots.draw(measurement).savefig(path)
+        writers[args.plot] = lambda path: write_whole(path, plots.draw(measurement).savefig)
     measurement = _measure(options_of(args), args.pace)
     try:
         from specdec.bench.show.report import print_report

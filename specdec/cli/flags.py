@@ -233,7 +233,7 @@ def _whole(text: str) -> int:
 def _nearest_whole(text: str) -> str:
     try:
         number = float(text)
-        return f"; nearest: {1 if 0 < number < 1 else int(number)}" if abs(number) < 1e15 else ""  # 0 often means something else
+        return f"; nearest: {1 if 0 < number < 1 else int(number)}" if abs(number) < 1e15 else ""  # 0 may mean "no limit"
     except ValueError:
         return ""
 

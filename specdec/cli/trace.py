@@ -13,6 +13,7 @@ from specdec.cli.generate import read_prompt
 from specdec.cli.terminal.output import check_files, note, write_files
 from specdec.cli.terminal.waiting import over
 from specdec.draft.kind import spelled
+from specdec.files.whole import write_text_whole
 
 if TYPE_CHECKING:
     from specdec.trace.trace import Trace
@@ -40,8 +41,8 @@ def run(args: argparse.Namespace) -> int:
     check_files({"--out": args.out, "--json": args.json})
     kept = Path(args.prompt) if args.prompt and args.prompt.endswith(".json") else None
     trace = _kept(args, kept) if kept is not None else _made(args)
-    data = trace.as_json().encode()  # in UTF-8, whatever the machine's own encoding is
-    writers: dict[str | None, Any] = {args.out: trace.save_html, args.json: lambda path: path.write_bytes(data)}
+    writers: dict[str | None, Any] = {args.out: trace.save_html}
+    writers[args.json] = lambda path: write_text_whole(path, trace.as_json())
     write_files(writers)
     over()
     if args.text or not (args.out or args.json):

@@ -14,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from specdec.files.whole import write_text_whole
 from specdec.generation import NodeTable, Round
 
 FORMAT, VERSION = "specdec-trace", 1
@@ -77,7 +78,7 @@ class Trace:
         """Writes the trace as one HTML file that needs no other file and no network."""
         from specdec.trace.html import as_html
 
-        Path(path).write_text(as_html(self), encoding="utf-8")
+        write_text_whole(Path(path), as_html(self))
 
     @classmethod
     def from_json(cls, text: str, name: str = "trace") -> Trace:

@@ -10,14 +10,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
-from zipfile import BadZipFile, ZipFile
 
 import torch
 from torch import Tensor
 
-from specdec.train.folder import check_same
+from specdec.train.folder import check_same, load_whole, save_whole
 
 BLOCK = 256  # numbers that share a scale
 FIRST, SECOND = "exp_avg", "exp_avg_sq"  # AdamW's moments, by its own names
@@ -73,10 +71,8 @@ class TrainingCheckpoint:
         if self.small:
             weights = {name: weight.to(torch.bfloat16) for name, weight in weights.items()}
             moments = {index: _packed(state) for index, state in moments.items()}
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        part = self.path.with_suffix(".part")
-        torch.save({"model": weights, "moments": moments, "progress": vars(progress), "made_of": self.made_of}, part)
-        part.replace(self.path)
+        held = {"model": weights, "moments": moments, "progress": vars(progress), "made_of": self.made_of}
+        save_whole(self.path, held)
 
     def load(self) -> Progress:
         """Fills model and optimizer from the file.  ValueError if there is no file, or one of another run or shape."""
@@ -84,13 +80,11 @@ class TrainingCheckpoint:
             raise ValueError(f"resume: expected a checkpoint at {self.path}, got no file; start without --resume")
         expected = f"resume: expected a checkpoint at {self.path}, got"
         try:
-            with ZipFile(self.path) as file:
-                damaged = file.testzip()  # torch would take changed bytes as numbers
-            state = torch.load(self.path, map_location="cpu", weights_only=True)
-        except (RuntimeError, EOFError, OSError, UnpicklingError, BadZipFile) as error:
-            raise ValueError(f"{expected} a file that can't be read: {error}; start without --resume") from error
-        if damaged or not isinstance(state, dict):
-            raise ValueError(f"{expected} {'a damaged file' if damaged else 'something else'}; start without --resume")
+            state = load_whole(self.path)
+        except ValueError as error:
+            raise ValueError(f"{expected} {error}; start without --resume") from error
+        if not isinstance(state, dict):
+            raise ValueError(f"{expected} something else; start without --resume")
         check_same(self.path, state.get("made_of", {}), self.made_of)
         own, saved = self._trained(), state.get("model", {})
         shapes, found = ({name: tuple(weight.shape) for name, weight in of.items()} for of in (own, saved))

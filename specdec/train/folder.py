@@ -1,4 +1,5 @@
-"""The folder that a training run writes: what it must not overwrite, and whether a checkpoint in it belongs to this run.
+"""The folder that a training run writes: what it must not overwrite, how files come to be whole or not there, and whether a
+checkpoint in it belongs to this run.
 
 This file knows file names and settings.  It knows neither models nor text.
 """
@@ -7,13 +8,21 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Mapping
+import shutil
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
+from zipfile import BadZipFile, ZipFile
 
+import torch
 from torch import Tensor
 
-MODEL_FILES = ("config.json", "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
+from specdec.files.whole import write_whole
+
+WEIGHTS = "model.safetensors"
+MODEL_FILES = ("config.json", WEIGHTS, "model.safetensors.index.json", "pytorch_model.bin")
+UNFINISHED = "unfinished.part"  # a folder, of a model that is being written
 RUN_FILES = ("checkpoint.pt", "self_text.pt")  # of a run that may go on
 FREE = (  # settings that a run may go on with in another way
     "steps", "seconds", "call_seconds", "eval_every", "eval_prompts", "patience", "keep_states", "capture", "layout",
@@ -75,6 +84,59 @@ def begin_run(folder: Path, overwrite: bool, checkpoint: Path | None = None) -> 
     elsewhere = [checkpoint] if checkpoint is not None else []
     for path in (*elsewhere, *(folder / name for name in RUN_FILES)) if overwrite else ():
         path.unlink(missing_ok=True)
+
+
+def put_model(folder: Path, write: Callable[[Path], object]) -> None:
+    """Has `write` make a model's files in a folder inside of this one, then puts each in its place: whatever ends that, the
+    folder holds the model that it held, the new one, or none.  OSError, which names the folder, leaves it as it was.
+    """
+    made = folder / UNFINISHED
+    shutil.rmtree(made, ignore_errors=True)  # of a run that was killed
+    try:
+        made.mkdir()
+        write(made)
+        names = sorted(each.name for each in made.iterdir() if each.name != WEIGHTS)
+        changed = [name for name in names if not _is_same(made / name, folder / name)]
+        others = [name for name in MODEL_FILES if name not in (*names, WEIGHTS) and (folder / name).exists()]
+        for name in (WEIGHTS, *others) if changed or others else ():  # no weights stand beside another model's config
+            (folder / name).unlink(missing_ok=True)
+        for name in (*changed, WEIGHTS):
+            (made / name).replace(folder / name)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), str(folder)) from error
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    return other.is_file() and one.read_bytes() == other.read_bytes()
+
+
+def save_whole(path: Path, data: Mapping[str, Any]) -> None:
+    """As torch.save, all of the file or none of it.  OSError if it can't be written."""
+
+    def write(part: Path) -> None:
+        try:
+            with part.open("wb") as file:
+                torch.save(data, file)
+        except RuntimeError as error:  # of torch, which does not say what the disk said
+            raise error.__context__ if isinstance(error.__context__, OSError) else error from None
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, write)
+
+
+def load_whole(path: Path) -> Any:
+    """What torch.save has written.  ValueError says why it can't be read, or that a disk has changed it."""
+    try:
+        with ZipFile(path) as file:
+            damaged = file.testzip()  # torch would take changed bytes as numbers
+        data = torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, OSError, UnpicklingError, BadZipFile) as error:
+        raise ValueError(f"a file that can't be read: {error}") from error
+    if damaged:
+        raise ValueError("a damaged file")
+    return data
 
 
 def fingerprint(tensors: Iterable[Tensor]) -> str:

@@ -22,6 +22,7 @@ from specdec.checks import require_int
 from specdec.decoder import SpecDecoder
 from specdec.draft.formats.body import default_aux_layers
 from specdec.draft.formats.empty import empty_head
+from specdec.draft.head import DraftHead
 from specdec.loading.resolve import resolve_device
 from specdec.loading.threads import set_training_threads, using_threads
 from specdec.models.checkpoints.checkpoint import resolve_target
@@ -30,10 +31,10 @@ from specdec.models.registry import choose_target
 from specdec.models.target import Target
 from specdec.options import EngineOptions, usable_cpus
 from specdec.screen.progress import show_progress
-from specdec.train.card.card import WEIGHTS, write_card
+from specdec.train.card.card import CARD_FILES, write_card
 from specdec.train.card.measure import measure
 from specdec.train.checkpoint import Progress
-from specdec.train.folder import begin_run, fingerprint, prepare_out, text_fingerprint
+from specdec.train.folder import WEIGHTS, begin_run, fingerprint, prepare_out, put_model, text_fingerprint
 from specdec.train.heads.files import layout_fault, save
 from specdec.train.heads.fresh import spec_of
 from specdec.train.lesson.lesson import Lesson, dtype_of
@@ -97,7 +98,7 @@ def train_head(
     text = write_text(decoder, ready.train, ready.checked, run, rows_file, origin)
     lesson = Lesson(decoder, text, run, layers, where, origin, began)
     with around_steps():  # the target's states too, so that they are the same whether they are kept or not
-        progress = lesson.fit(resume, lambda head: save(head, folder, run.layout_of_head, target, run.save_dtype))
+        progress = lesson.fit(resume, lambda head: _put(head, folder, run, target))
     next_step = f"paused after {progress.spent:.0f} s in all; go on with --resume"
     if progress.ended != PAUSED:
         found = measure(decoder, folder, ready.prompts, run.width)
@@ -105,6 +106,12 @@ def train_head(
         next_step = f"ended by: {progress.ended}\n{command_to_try(target, folder, ready.train)}"
     print(f"{_sizes(folder, where, rows_file)}\n{next_step}", flush=True)
     return progress
+
+
+def _put(head: DraftHead, folder: Path, run: HeadRun, target: str | Path) -> None:
+    put_model(folder, lambda made: save(head, made, run.layout_of_head, target, run.save_dtype))
+    for name in CARD_FILES if (folder / CARD_FILES[0]).exists() else ():  # of the weights that these replace
+        (folder / name).unlink(missing_ok=True)
 
 
 class Ready(NamedTuple):

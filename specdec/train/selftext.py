@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from specdec.config import SamplingParams
 from specdec.decoder import SpecDecoder
-from specdec.train.folder import check_same
+from specdec.train.folder import check_same, load_whole, save_whole
 from specdec.train.settings import HeadRun
 from specdec.train.text.documents import Document
 from specdec.train.text.openings import opening_ids
@@ -133,18 +132,15 @@ def save_rows_file(path: Path, made_of: Mapping[str, Any], rows_NT: Tensor) -> N
     lengths_N = (rows_NT >= 0).sum(1)
     tokens = rows_NT[rows_NT >= 0]
     tokens = tokens.to(torch.uint16 if int(tokens.amax()) < 1 << 16 else torch.int32)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    torch.save({"made_of": dict(made_of), "tokens": tokens, "lengths": lengths_N.to(torch.int32)}, part)
-    part.replace(path)
+    save_whole(path, {"made_of": dict(made_of), "tokens": tokens, "lengths": lengths_N.to(torch.int32)})
 
 
 def read_rows_file(path: Path, made_of: Mapping[str, Any], rows_NT: Tensor) -> None:
     """Fills rows of -1 from a file of `save_rows_file`.  ValueError if they are made of something else."""
     try:
-        saved = torch.load(path, weights_only=True)
+        saved = load_whole(path)
         was, lengths, tokens = saved["made_of"], saved["lengths"].tolist(), saved["tokens"].to(torch.int64)
-    except (RuntimeError, EOFError, OSError, UnpicklingError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"self_text: expected rows that a run has written at {path}, got {error}; delete the file") from error
     check_same(path, was, made_of, "self_text", "name another file by --self-text")
     for index, ids in enumerate(tokens.split(lengths)):

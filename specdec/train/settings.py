@@ -218,6 +218,10 @@ class TargetRun:
         _check_numbers(self)
         if self.head_dim % 2:
             raise ValueError(f"head_dim: expected an even number, got {self.head_dim}")
+        if over := self.hidden_size % self.num_attention_heads:  # as transformers' LlamaConfig has it
+            nearest = max(self.num_attention_heads, self.hidden_size - over)
+            expected = f"hidden_size: expected a multiple of num_attention_heads={self.num_attention_heads}"
+            raise ValueError(f"{expected}, got {self.hidden_size}; nearest: {nearest}")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_key_value_heads: expected a divisor of num_attention_heads={self.num_attention_heads}, "

@@ -10,21 +10,24 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from errno import EIO
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from specdec.files.whole import write_text_whole
 from specdec.loading.resolve import resolve_device
 from specdec.loading.threads import set_training_threads, using_threads
 from specdec.models.transformers_backend.make import alone
 from specdec.options import EngineOptions
 from specdec.screen.progress import show_progress
 from specdec.train.checkpoint import Progress, TrainingCheckpoint
-from specdec.train.folder import begin_run, fingerprint, prepare_out
+from specdec.train.folder import begin_run, fingerprint, prepare_out, put_model
 from specdec.train.loop import fit, make_optimizer, schedule_of
 from specdec.train.settings import TargetRun
 from specdec.train.step import StepClock, TrainStep
@@ -128,7 +131,10 @@ def save_target(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out
         copy = LlamaForCausalLM(model.config).to(torch.bfloat16)
     copy.load_state_dict(weights)
     copy.generation_config = GenerationConfig(bos_token_id=0, eos_token_id=0, do_sample=False)
-    copy.save_pretrained(out)
+    try:
+        copy.save_pretrained(out)
+    except SafetensorError as error:  # which is no OSError, whatever the disk said
+        raise OSError(EIO, str(error)) from error
     tokenizer.save_pretrained(out)
 
 
@@ -206,7 +212,7 @@ def train_target(
     begin_run(out, overwrite)
     if heldout_openings:
         lines = [json.dumps({"prompt": line}, ensure_ascii=False) for line in heldout_openings]
-        (out / "prompts.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        write_text_whole(out / "prompts.jsonl", "\n".join(lines) + "\n")
     model = build_model(run).to(device)
     add_dropout(model, run.dropout)
     if compile_layers:
@@ -225,5 +231,5 @@ def train_target(
         schedule, state, state.load() if resume else Progress(),
         make_step=lambda number, lr: step([batches(number)], lr),
         evaluate=lambda: held_out_loss(model, held_rows, run.batch),
-        on_best=lambda _: save_target(model, tokenizer, out),
+        on_best=lambda _: put_model(out, lambda made: save_target(model, tokenizer, made)),
     )  # fmt: skip

@@ -119,6 +119,7 @@ def test_help_writes_nothing(tmp_path: Path, name: str) -> None:
     (tmp_path / "tests").symlink_to(SCRIPTS.parent / "tests")
     (tmp_path / "scripts").mkdir()
     shutil.copy(SCRIPTS / name, tmp_path / "scripts")  # beside no page: one that wrote would fail
-    for flags, status, said in ((["--help"], 0, f"docs/{'SCALING.md' if name == 'fill_scaling' else name[5:]}"), (["--hepl"], 2, "--hepl")):
+    page = "docs/SCALING.md" if name == "fill_scaling" else f"docs/{name[5:]}.svg"
+    for flags, status, said in ((["--help"], 0, page), (["--hepl"], 2, "--hepl")):
         done = run([sys.executable, str(tmp_path / "scripts" / name), *flags], tmp_path)
         assert done.returncode == status and said in done.stdout + done.stderr, done.stderr

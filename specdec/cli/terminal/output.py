@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from specdec.cli.terminal.waiting import over
 from specdec.draft.kinds import listed
+from specdec.files.whole import write_text_whole
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -76,7 +77,7 @@ def _open_once(path: Path) -> None:
 
 
 def json_writer(data: Callable[[], dict[str, Any]]) -> Callable[[Path], object]:
-    return lambda path: path.write_text(json.dumps(data(), indent=1) + "\n")
+    return lambda path: write_text_whole(path, json.dumps(data(), indent=1) + "\n")
 
 
 def write_files(writers: dict[str | None, Callable[[Path], object]]) -> None:

@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from specdec import __version__
+from specdec.files.whole import write_text_whole
 from specdec.train.card.measure import SHARE, Found, as_record
 from specdec.train.checkpoint import Progress
+from specdec.train.folder import WEIGHTS
 from specdec.train.settings import MAX_NUMBER, HeadRun
 
-WEIGHTS = "model.safetensors"
+CARD_FILES = "training.json", "README.md"
 OF_A_CALL = "call_seconds"  # a setting that says nothing of the run: the last call need not have paused
 
 
@@ -44,8 +46,8 @@ def write_card(folder: Path, run: HeadRun, made: Made, progress: Progress, found
         "ended": progress.ended, "held_out_loss": progress.best_loss, "history": progress.history, "bytes": size,
         "version": __version__, "date": time.strftime("%Y-%m-%d", time.gmtime()), "accept": as_record(found),
     }  # fmt: skip
-    (folder / "training.json").write_text(json.dumps(record, indent=1) + "\n")
-    (folder / "README.md").write_text("\n".join(_lines(run, made, progress, found, record)) + "\n", encoding="utf-8")
+    write_text_whole(folder / CARD_FILES[0], json.dumps(record, indent=1) + "\n")
+    write_text_whole(folder / CARD_FILES[1], "\n".join(_lines(run, made, progress, found, record)) + "\n")
 
 
 def _lines(run: HeadRun, made: Made, progress: Progress, found: Found, record: dict[str, Any]) -> list[str]:

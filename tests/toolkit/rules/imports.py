@@ -10,8 +10,8 @@ from toolkit.rules.source import nodes
 ROOMS = ("attention", "draft", "verify")
 # Two layers have several rooms: what all may import, the engine too, and what computes with tensors.
 BASE = {
-    "plain": {"chat", "checks", "config", "generation", "grammar", "limits", "options", "screen", "shipped", "startup", "steps"}
-    | {"tables", "trees", "__version__"},
+    "plain": {"chat", "checks", "config", "files", "generation", "grammar", "limits", "options", "screen", "shipped", "startup"}
+    | {"steps", "tables", "trees", "__version__"},
     "ops": {"ops", "parallel"},
 }
 MAY_IMPORT = {
