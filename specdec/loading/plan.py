@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from specdec.batch.grammars.waits import WaitRows
+from specdec.batch.tables import TokenTables
 from specdec.config import SpecConfig
 from specdec.draft.kind import Draft
 from specdec.loading.devices import CHUNK_COST
@@ -218,9 +220,17 @@ def parts_of(models: CountedModels, settings: EngineSettings) -> dict[str, int]:
         "a round": pass_bytes(target, queries, queries, models.features, dtype),
         "a chunk of prompts": pass_bytes(target, chunk, options.max_batch_size, models.features, dtype)
         + models.scratch * dtype,
+        "rules of requests for single tokens": rules_bytes(target.vocab_size, options),
         **({"passes of the audit": size} if (size := audit_bytes(target, settings, models.weights[0])) else {}),
         "CUDA itself": CONTEXT_BYTES,
     }
+
+
+def rules_bytes(vocab_size: int, options: EngineOptions) -> int:
+    """Of the tables that the first request with such rules, or with a grammar that begins later, makes for all rows."""
+    own = -(-vocab_size // options.tensor_parallel_size)
+    row = [*TokenTables.neutral(1, own, "meta").tensors(), *WaitRows.empty(1, vocab_size, "meta").tensors()]
+    return (options.max_batch_size + 1) * sum(tensor.nbytes for tensor in row)
 
 
 def kv_bytes(models: CountedModels, settings: EngineSettings) -> int:

@@ -24,12 +24,13 @@ from toolkit.mtp_layers.targets import save_mtp_target
 from toolkit.recurrent.more_targets import save_more
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder, cli, shipped
+from specdec.batch.state import BatchState
 from specdec.cli import plan
 from specdec.cli.entry import build_parser
 from specdec.cli.plan import _bytes
 from specdec.loading.build import plan_pool
 from specdec.loading.load import check_pair
-from specdec.loading.plan import largest, plan_memories
+from specdec.loading.plan import largest, plan_memories, rules_bytes
 from specdec.models.checkpoints.frame import load_family
 from specdec.options import EngineOptions
 from specdec.parallel.shard import Shard
@@ -80,6 +81,19 @@ def test_texts_that_drafts_come_of_are_counted() -> None:
         pool = plan_pool(decoder.model, decoder.head, decoder.settings)
         assert plan.parts["keys and values"] == pool.bytes > alone.parts["keys and values"]
     assert "texts that drafts come of" not in alone.parts
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_tables_of_rules_are_counted(ranks: int) -> None:
+    """Keeps out: tables of biases, counts and waits for grammars, 100 MB at 64 rows of a vocabulary of 128,000, that no plan
+    knew of."""
+    options = EngineOptions(max_batch_size=2, max_seq_len=64, dtype="bfloat16", tensor_parallel_size=ranks)
+    state = BatchState.empty(3, 1, page_size=16, device="cpu").with_tables(-(-2048 // ranks)).with_waits(2048)
+    assert state.tables is not None
+    held = sum(tensor.nbytes for tensor in (*state.tables.tensors(), *state.waiting.tensors()))
+    assert rules_bytes(2048, options) == held
+    if ranks == 1:
+        assert plan_memory(TARGET, None, None, options, 10**9).parts["rules of requests for single tokens"] == held
 
 
 @pytest.mark.slow_cases(keep=3)
