@@ -18,6 +18,7 @@ import numpy as np
 from specdec.checks import about
 from specdec.config import GrammarKind
 from specdec.grammar.depth import check_depth
+from specdec.grammar.keywords import GUIDANCE
 from specdec.grammar.late import LateMatcher
 from specdec.grammar.matcher import Matcher
 from specdec.grammar.wait import TokenTexts, Wait, WaitPlan
@@ -142,11 +143,23 @@ class Grammars:
                 self._compiled.popitem(last=False)
         return compiled
 
+    def _lenient_hint(self, kind: GrammarKind, text: str) -> str:
+        """What makes a refused schema work, where leaving out what the library can't hold a text to is enough."""
+        schema = json.loads(text) if kind == "json_schema" else {}
+        options = schema.get(GUIDANCE, {})
+        if kind != "json_schema" or options.get("lenient"):
+            return ""
+        lenient = {**schema, GUIDANCE: {**options, "lenient": True}}
+        if self._build(kind, json.dumps(lenient, ensure_ascii=False)).is_error():
+            return ""
+        return f'; nearest setting that works: "{GUIDANCE}": {{"lenient": true}} in the schema, which leaves such keywords out'
+
     def _new(self, kind: GrammarKind, text: str) -> Any:
         """`_build`, after a look at whether any text obeys."""
         compiled = self._build(kind, text)
         if compiled.is_error():
-            raise ValueError(f"{kind} can't be used: {cut(compiled.get_error())}; expected what llguidance supports")
+            said, hint = cut(compiled.get_error()), self._lenient_hint(kind, text)
+            raise ValueError(f"{kind} can't be used: {said}; expected what llguidance supports{hint}")
         # The library finds that a grammar has no text, or is too large for it, only when it is asked for tokens.
         copy = compiled.deep_copy  # for renewal too: nothing else has looked at it yet
         left, reason = _left(Matcher(copy, copy, self._eos_ids, self._vocab_size), (), self._vocab_size)

@@ -97,6 +97,12 @@ def test_the_grammar_that_was_used_least_recently_goes() -> None:
         ),
         ("regex", "a{800000}", "regex can't be used: .* or it is too large; llguidance says: .*too many expressions"),
         ("json_schema", '{"not": {}}', "json_schema can't be used: .*not"),
+        (
+            "json_schema",
+            '{"type": "array", "uniqueItems": true}',
+            "uniqueItems.*; nearest .* works: .x-guidance.: ..lenient.: true",
+        ),
+        ("json_schema", '{"pattern": "(?=a)"}', "look-behind, is not supported; expected what llguidance supports$"),
     ],
 )
 def test_the_library_s_reason_is_quoted(grammars: Grammars, kind: GrammarKind, text: str, said: str) -> None:
