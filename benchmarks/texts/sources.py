@@ -210,8 +210,9 @@ def case(ways: list[Way], texts: list[Text], params: SamplingParams, args: argpa
                 rates[way.name].append(sum(map(len, ids)) / seconds)
     reference = rates[used[1].name]
     for way in used:
-        ratios = [own / other for own, other in zip(rates[way.name], reference, strict=True)]
-        found[way.name] = {"tok_s": statistics.median(rates[way.name]), **counted[way.name], **interval(ratios)}
+        ratios = [rate / other for rate, other in zip(rates[way.name], reference, strict=True)]
+        own = rates[way.name]
+        found[way.name] = {"tok_s": statistics.median(own), **counted[way.name], **interval(ratios), "rates": own}
     return found
 
 
