@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from specdec.ops.products.tiles.experts import ExpertTiles
 
 MOST = 8  # tokens
-REGISTERS = 128  # of a thread, at most: a second program of 8 warps fits on an SM
 MOST_PAIRS, MOST_EXPERTS = 64, 1 << 15  # by the bits of a word of the list
 
 
@@ -342,7 +341,7 @@ def launch_few_gate_up_hopper(
         x_TH, *arguments, topk_weights_TK, topk_ids_TK, *read_of(choice, topk_weights_TK), y_PTN, entries, T,
         x_TH.stride(0), A, N=N, **values, **rule_of(choice), A=A,
         PADDED_P=max(32, triton.next_power_of_2(P)), **epilogue(form.activation), ONE=T == 1, BLOCK_N=tiles.block_n,
-        AHEAD=tiles.unroll, num_warps=tiles.warps, maxnreg=REGISTERS,
+        AHEAD=tiles.unroll, num_warps=tiles.warps, maxnreg=tiles.registers,
         **chained(x_TH.device),
     )  # fmt: skip
     return y_PTN, entries
@@ -368,7 +367,7 @@ def launch_few_down_hopper(
         **rule_of(choice), A=A,
         PADDED_A=triton.next_power_of_2(A), HAS_SHARED=shared is not None,
         HAS_GATE=gate is not None, ONE=T == 1, STORE_PARTIALS=store_partials, BLOCK_N=tiles.block_n, SPLITS=tiles.splits,
-        AHEAD=tiles.unroll, num_warps=tiles.warps, maxnreg=REGISTERS,
+        AHEAD=tiles.unroll, num_warps=tiles.warps, maxnreg=tiles.registers,
         **chained(x_PTK.device),
     )  # fmt: skip
     return y
