@@ -81,6 +81,7 @@ class ExpertTiles(NamedTuple):
     slices: int = 1
     prefetch: int = 512
     registers: int = 128
+    early: bool = False  # trial
 
 
 class MixtureTiles(NamedTuple):

@@ -33,9 +33,16 @@ from specdec.ops.launch import chained
 from specdec.ops.products.formats.experts import QuantisedStack, has_units
 from specdec.ops.products.kernels.dense.stream_triton import result_of
 from specdec.ops.products.kernels.experts.choosing_triton import read_of, rule_of
-from specdec.ops.products.kernels.quantised.choosing_hopper import choose_places, of_experts
+from specdec.ops.products.kernels.quantised.choosing_hopper import (
+    begun,
+    choose_places,
+    chosen_until,
+    number_at,
+    of_experts,
+    weight_at,
+)
 from specdec.ops.products.kernels.quantised.parts_hopper import complete, weight_rows
-from specdec.ops.products.kernels.quantised.units_hopper import load_units, own_expert, sums_of_units
+from specdec.ops.products.kernels.quantised.units_hopper import load_units, loads_stay_in_front, own_expert, sums_of_units
 
 if TYPE_CHECKING:
     from specdec.ops.products.experts import Form, SharedOutput
@@ -65,7 +72,8 @@ def few_gate_up_hopper_kernel(
     N: gl.constexpr, K: gl.constexpr, UNITS: gl.constexpr, G: gl.constexpr, GROUP_UNITS: gl.constexpr, A: gl.constexpr,
     PADDED_P: gl.constexpr, EXPERTS: gl.constexpr, KIND: gl.constexpr, HAS_BIAS: gl.constexpr,
     ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, ONE: gl.constexpr, BLOCK_N: gl.constexpr,
-    CHOOSES: gl.constexpr, RULE: gl.constexpr, AHEAD: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
+    CHOOSES: gl.constexpr, RULE: gl.constexpr, EARLY: gl.constexpr, AHEAD: gl.constexpr, PDL: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     if CHOOSES:
         biases = of_experts(router_bias, RULE.HAS_BIAS, RULE, num_warps)
@@ -75,14 +83,21 @@ def few_gate_up_hopper_kernel(
         gdc_launch_dependents()
     pair = gl.program_id(1)
     if CHOOSES:
-        expert, own_weight = choose_places(parts, biases, corrections, active, pair, places, RULE, num_warps)
+        choice = begun(parts, biases, corrections, pair, RULE, num_warps)
+        choice = chosen_until(choice, pair, 0, pair + 1 if EARLY else places, RULE)
+        expert = number_at(choice, active, pair, places, RULE)
         if gl.program_id(0) == 0:
             gl.store(topk_ids + pair, expert.to(gl.int64))
-            gl.store(topk_weights + pair, own_weight)
+        if not EARLY:
+            own_weight = weight_at(choice, expert, RULE)
+            if gl.program_id(0) == 0:
+                gl.store(topk_weights + pair, own_weight)
     else:
         expert = gl.load(topk_ids + pair).to(gl.int32)
         own_weight = gl.load(topk_weights + pair) if ONE else 0.0
     works = (expert >= 0) & (expert < EXPERTS)
+    if CHOOSES:
+        gl.store(topk_weights + pair, 0.0, mask=(gl.program_id(0) == 0) & (expert >= EXPERTS))
     mask = 1
     if not ONE:
         is_first, mask = _tokens_of(topk_ids, expert, pair, T, A, PADDED_P, num_warps)
@@ -112,6 +127,12 @@ def few_gate_up_hopper_kernel(
             qweight, scales, row_N, slices, 0, AHEAD, PARTS * N, UNITS, G, GROUP_UNITS, False, words_layout,
             gl.SliceLayout(2, layout),
         )  # fmt: skip
+        if CHOOSES:
+            if EARLY:  # the other places' weights while words are on their way
+                loads_stay_in_front()
+                own_weight = weight_at(chosen_until(choice, pair, pair + 1, places, RULE), expert, RULE)
+                if gl.program_id(0) == 0:
+                    gl.store(topk_weights + pair, own_weight)
         m = gl.arange(0, 8, gl.SliceLayout(0, out))
         weight_M = _weights_of_tokens(topk_weights, topk_ids, expert, own_weight, T, A, ONE, gl.SliceLayout(0, out))
         row = _rows(tile, N, BLOCK_N, PARTS, gl.SliceLayout(1, out))
@@ -341,7 +362,7 @@ def launch_few_gate_up_hopper(
         x_TH, *arguments, topk_weights_TK, topk_ids_TK, *read_of(choice, topk_weights_TK), y_PTN, entries, T,
         x_TH.stride(0), A, N=N, **values, **rule_of(choice), A=A,
         PADDED_P=max(32, triton.next_power_of_2(P)), **epilogue(form.activation), ONE=T == 1, BLOCK_N=tiles.block_n,
-        AHEAD=tiles.unroll, num_warps=tiles.warps, maxnreg=tiles.registers,
+        EARLY=tiles.early, AHEAD=tiles.unroll, num_warps=tiles.warps, maxnreg=tiles.registers,
         **chained(x_TH.device),
     )  # fmt: skip
     return y_PTN, entries
