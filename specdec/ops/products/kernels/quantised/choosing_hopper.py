@@ -32,14 +32,14 @@ def choose_places(parts, bias, correction, active, place, places, RULE: gl.const
 
     bias, correction: what `of_experts` gives.  places: all that a token has; the compiler is not to know them.
     """
-    choice = chosen_until(begun(parts, bias, correction, place, RULE, num_warps), place, 0, places, RULE)
+    choice = chosen_first(parts, bias, correction, place, places, RULE, num_warps)
     number = number_at(choice, active, place, places, RULE)
     return number, weight_at(choice, number, RULE)
 
 
 @gluon.jit
-def begun(parts, bias, correction, place, RULE: gl.constexpr, num_warps: gl.constexpr):
-    """A choice that has not chosen yet, as `chosen_until` takes it."""
+def chosen_first(parts, bias, correction, place, high, RULE: gl.constexpr, num_warps: gl.constexpr):
+    """The choice of the first `high` places, of which `number_at` and `weight_at` take what is asked for at `place`."""
     PADDED: gl.constexpr = RULE.RUNS * RULE.RUN
     both: gl.constexpr = _layout(PADDED, RULE.PADDED_SPLITS, num_warps)
     e = gl.arange(0, PADDED, gl.SliceLayout(0, both))
@@ -55,12 +55,13 @@ def begun(parts, bias, correction, place, RULE: gl.constexpr, num_warps: gl.cons
         of_E = gl.where(ok_E, gl.exp(score_E - peak), 0.0)
         score_E = of_E * (1 / gl.sum(of_E, axis=0))
     key_E = gl.where(ok_E, _ordered(score_E + correction), LOWEST)
-    return e, score_E, key_E, place * 0, (place * 0).to(gl.float32), 0.0, -float("inf")
+    none = e, score_E, key_E, place * 0, (place * 0).to(gl.float32), 0.0, -float("inf")
+    return chosen_until(none, place, 0, high, RULE)
 
 
 @gluon.jit
 def chosen_until(choice, place, low, high, RULE: gl.constexpr):
-    """The choice after places low to high - 1."""
+    """The choice after places low to high - 1 too."""
     e, score_E, key_E, number, weight, total, first = choice
     for at in range(low, high):
         key = gl.max(key_E, axis=0)

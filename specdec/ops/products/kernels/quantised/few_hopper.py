@@ -34,8 +34,8 @@ from specdec.ops.products.formats.experts import QuantisedStack, has_units
 from specdec.ops.products.kernels.dense.stream_triton import result_of
 from specdec.ops.products.kernels.experts.choosing_triton import read_of, rule_of
 from specdec.ops.products.kernels.quantised.choosing_hopper import (
-    begun,
     choose_places,
+    chosen_first,
     chosen_until,
     number_at,
     of_experts,
@@ -83,21 +83,16 @@ def few_gate_up_hopper_kernel(
         gdc_launch_dependents()
     pair = gl.program_id(1)
     if CHOOSES:
-        choice = begun(parts, biases, corrections, pair, RULE, num_warps)
-        choice = chosen_until(choice, pair, 0, pair + 1 if EARLY else places, RULE)
+        choice = chosen_first(parts, biases, corrections, pair, pair + 1 if EARLY else places, RULE, num_warps)
         expert = number_at(choice, active, pair, places, RULE)
+        own_weight = (pair * 0).to(gl.float32) if EARLY else weight_at(choice, expert, RULE)
         if gl.program_id(0) == 0:
             gl.store(topk_ids + pair, expert.to(gl.int64))
-        if not EARLY:
-            own_weight = weight_at(choice, expert, RULE)
-            if gl.program_id(0) == 0:
-                gl.store(topk_weights + pair, own_weight)
+            gl.store(topk_weights + pair, own_weight)
     else:
         expert = gl.load(topk_ids + pair).to(gl.int32)
         own_weight = gl.load(topk_weights + pair) if ONE else 0.0
     works = (expert >= 0) & (expert < EXPERTS)
-    if CHOOSES:
-        gl.store(topk_weights + pair, 0.0, mask=(gl.program_id(0) == 0) & (expert >= EXPERTS))
     mask = 1
     if not ONE:
         is_first, mask = _tokens_of(topk_ids, expert, pair, T, A, PADDED_P, num_warps)
@@ -127,12 +122,10 @@ def few_gate_up_hopper_kernel(
             qweight, scales, row_N, slices, 0, AHEAD, PARTS * N, UNITS, G, GROUP_UNITS, False, words_layout,
             gl.SliceLayout(2, layout),
         )  # fmt: skip
-        if CHOOSES:
-            if EARLY:  # the other places' weights while words are on their way
-                loads_stay_in_front()
-                own_weight = weight_at(chosen_until(choice, pair, pair + 1, places, RULE), expert, RULE)
-                if gl.program_id(0) == 0:
-                    gl.store(topk_weights + pair, own_weight)
+        if EARLY:  # the other places, while words are on their way
+            loads_stay_in_front()
+            own_weight = weight_at(chosen_until(choice, pair, pair + 1, places, RULE), expert, RULE)
+            gl.store(topk_weights + pair, own_weight, mask=gl.program_id(0) == 0)
         m = gl.arange(0, 8, gl.SliceLayout(0, out))
         weight_M = _weights_of_tokens(topk_weights, topk_ids, expert, own_weight, T, A, ONE, gl.SliceLayout(0, out))
         row = _rows(tile, N, BLOCK_N, PARTS, gl.SliceLayout(1, out))
@@ -362,7 +355,7 @@ def launch_few_gate_up_hopper(
         x_TH, *arguments, topk_weights_TK, topk_ids_TK, *read_of(choice, topk_weights_TK), y_PTN, entries, T,
         x_TH.stride(0), A, N=N, **values, **rule_of(choice), A=A,
         PADDED_P=max(32, triton.next_power_of_2(P)), **epilogue(form.activation), ONE=T == 1, BLOCK_N=tiles.block_n,
-        EARLY=tiles.early, AHEAD=tiles.unroll, num_warps=tiles.warps, maxnreg=tiles.registers,
+        EARLY=tiles.early and choice is not None, AHEAD=tiles.unroll, num_warps=tiles.warps, maxnreg=tiles.registers,
         **chained(x_TH.device),
     )  # fmt: skip
     return y_PTN, entries
@@ -385,10 +378,9 @@ def launch_few_down_hopper(
     few_down_hopper_kernel[(num_tiles, tiles.splits)](
         x_PTK, *arguments, topk_weights_TK, topk_ids_TK, *read_of(choice, topk_weights_TK), entries,
         none if shared is None else shared.out_TH, none if gate is None else gate, y, partials, arrivals, T, A, N=N, **values,
-        **rule_of(choice), A=A,
-        PADDED_A=triton.next_power_of_2(A), HAS_SHARED=shared is not None,
-        HAS_GATE=gate is not None, ONE=T == 1, STORE_PARTIALS=store_partials, BLOCK_N=tiles.block_n, SPLITS=tiles.splits,
-        AHEAD=tiles.unroll, num_warps=tiles.warps, maxnreg=tiles.registers,
+        **rule_of(choice), A=A, PADDED_A=triton.next_power_of_2(A), HAS_SHARED=shared is not None, HAS_GATE=gate is not None,
+        ONE=T == 1, STORE_PARTIALS=store_partials, BLOCK_N=tiles.block_n, SPLITS=tiles.splits, AHEAD=tiles.unroll,
+        num_warps=tiles.warps, maxnreg=tiles.registers,
         **chained(x_PTK.device),
     )  # fmt: skip
     return y
