@@ -33,8 +33,8 @@ def choose_places(parts, bias, correction, active, place, places, RULE: gl.const
     bias, correction: what `of_experts` gives.  places: all that a token has; the compiler is not to know them.
     """
     choice = chosen_first(parts, bias, correction, place, places, RULE, num_warps)
-    number = number_at(choice, active, place, places, RULE)
-    return number, weight_at(choice, number, RULE)
+    number, is_here = number_at(choice, active, place, places, RULE)
+    return number, weight_at(choice, is_here, RULE)
 
 
 @gluon.jit
@@ -83,16 +83,16 @@ def chosen_until(choice, place, low, high, RULE: gl.constexpr):
 
 @gluon.jit
 def number_at(choice, active, place, places, RULE: gl.constexpr):
-    """The numbers of the experts at these places, which must have been chosen; COUNT: it is none of this rank's."""
+    """(numbers of the experts at these places, which must have been chosen; whether they are here); COUNT: one that is not."""
     number = choice[3] - RULE.FIRST
     is_here = (number >= 0) & (number < RULE.COUNT) & (place < places)
     if RULE.HAS_ROWS:
         is_here = is_here & (gl.load(active, cache_modifier=".cg") != 0)
-    return gl.where(is_here, number, RULE.COUNT)
+    return gl.where(is_here, number, RULE.COUNT), is_here
 
 
 @gluon.jit
-def weight_at(choice, number, RULE: gl.constexpr):
+def weight_at(choice, is_here, RULE: gl.constexpr):
     """Their weights, when all places have been chosen."""
     weight, total = choice[4], choice[5]
     if RULE.NORMED or RULE.SCORES == "softmax of chosen":
@@ -101,7 +101,7 @@ def weight_at(choice, number, RULE: gl.constexpr):
         else:
             total += RULE.ADDED_SUM
         weight = weight / total
-    return gl.where(number < RULE.COUNT, weight * RULE.SCALING, 0.0)
+    return gl.where(is_here, weight * RULE.SCALING, 0.0)
 
 
 @gluon.jit

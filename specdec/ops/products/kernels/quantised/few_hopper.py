@@ -84,8 +84,8 @@ def few_gate_up_hopper_kernel(
     pair = gl.program_id(1)
     if CHOOSES:
         choice = chosen_first(parts, biases, corrections, pair, pair + 1 if EARLY else places, RULE, num_warps)
-        expert = number_at(choice, active, pair, places, RULE)
-        own_weight = (pair * 0).to(gl.float32) if EARLY else weight_at(choice, expert, RULE)
+        expert, is_here = number_at(choice, active, pair, places, RULE)
+        own_weight = (pair * 0).to(gl.float32) if EARLY else weight_at(choice, is_here, RULE)
         if gl.program_id(0) == 0:
             gl.store(topk_ids + pair, expert.to(gl.int64))
             gl.store(topk_weights + pair, own_weight)
@@ -124,7 +124,7 @@ def few_gate_up_hopper_kernel(
         )  # fmt: skip
         if EARLY:  # the other places, while words are on their way
             loads_stay_in_front()
-            own_weight = weight_at(chosen_until(choice, pair, pair + 1, places, RULE), expert, RULE)
+            own_weight = weight_at(chosen_until(choice, pair, pair + 1, places, RULE), is_here, RULE)
             gl.store(topk_weights + pair, own_weight, mask=gl.program_id(0) == 0)
         m = gl.arange(0, 8, gl.SliceLayout(0, out))
         weight_M = _weights_of_tokens(topk_weights, topk_ids, expert, own_weight, T, A, ONE, gl.SliceLayout(0, out))
