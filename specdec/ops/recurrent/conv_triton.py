@@ -16,6 +16,7 @@ from torch import Tensor
 
 from specdec.ops.launch import chained
 from specdec.ops.recurrent.conv import Convolution
+from specdec.ops.recurrent.shared_triton import sigmoid
 from specdec.ops.recurrent.states import ChunkSteps, ConvStates, TreeSteps, lie_whole
 
 
@@ -116,16 +117,8 @@ def weights_of(weight, bias, c, ok_C, C: tl.constexpr, W: tl.constexpr):
 
 @triton.jit
 def ended(y, SILU: tl.constexpr, ASM: tl.constexpr):
-    """y * sigmoid(y), or y.  ASM: by the GPU's own instructions, five in place of a dozen."""
-    if not SILU:
-        return y
-    if ASM:
-        return tl.inline_asm_elementwise(
-            "{ .reg .f32 e; mul.f32 e, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 e, e; add.f32 e, e, 0f3F800000; "
-            "rcp.approx.ftz.f32 e, e; mul.f32 $0, $1, e; }",
-            "=f,f", [y], dtype=tl.float32, is_pure=True, pack=1,
-        )  # fmt: skip
-    return y / (1.0 + tl.exp(-y))
+    """y * sigmoid(y), or y."""
+    return y * sigmoid(y, ASM) if SILU else y
 
 
 @triton.jit

@@ -78,11 +78,28 @@ def diagonal(similar_RP, P: gl.constexpr, nodes: gl.constexpr):
     return smem.slice(0, P).load(nodes)
 
 
+@gluon.constexpr_function
+def _queries_layout(P, K):
+    """Of [64 / P, P, K]: where the tensor cores have their left operand [64, K]."""
+    registers = [[0, 0, 1], [0, 8, 0], *([0, 0, 8 << bit] for bit in range((K // 8).bit_length() - 1))]
+    lanes = [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
+    warps = [[0, row, 0] if row < P else [row // P, 0, 0] for row in (16, 32)]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [64 // P, P, K])
+
+
 @gluon.jit
-def store_reads(
-    similar_RP, summed_smem, step_smem, bits_smem, first_smem, second_smem, P: gl.constexpr, layout: gl.constexpr
-):  # fmt: skip
-    """Stores A [R, P] as two numbers of 16 bits, of log-decays [R], steps [P] and ancestors [R] in shared memory."""
+def queries(q_smem, P: gl.constexpr, K: gl.constexpr, layout: gl.constexpr):
+    """All queries, as often as there is room for in the left operand [64, K]."""
+    as_often: gl.constexpr = _queries_layout(P, K)
+    q_PK = q_smem.load(gl.SliceLayout(0, as_often))
+    q_SPK, _ = gl.broadcast(q_PK[None, :, :], gl.zeros([64 // P, P, K], gl.bfloat16, as_often))
+    q_RK = gl.reshape(q_SPK, [64, K])
+    return gl.convert_layout(q_RK, gl.DotOperandLayout(0, layout, 2), assert_trivial=True)
+
+
+@gluon.jit
+def stored_reads(similar_RP, summed_smem, step_smem, bits_smem, P: gl.constexpr, layout: gl.constexpr):
+    """A [P, P] as two numbers of 16 bits, in shared memory, of log-decays [R], steps [P] and ancestors [R] there."""
     rows: gl.constexpr = gl.SliceLayout(1, layout)
     columns: gl.constexpr = gl.SliceLayout(0, layout)
     step_P = step_smem.load(columns)
@@ -90,13 +107,23 @@ def store_reads(
     is_above_RP = ((bits_smem.load(rows)[:, None] >> gl.arange(0, P, columns).to(word)[None, :]) & 1) != 0
     # Nothing goes out of a node that is not sound, whose step is 0.  Of nodes on different branches the difference may be
     # large: it never meets exp.
-    is_above_RP = is_above_RP & (gl.arange(0, 64, rows) < P)[:, None] & (step_P != 0)[None, :]
+    is_above_RP = is_above_RP & (step_P != 0)[None, :]
     less_RP = summed_smem.load(rows)[:, None] - summed_smem.slice(0, P).load(columns)[None, :]
     fade_RP = gl.exp(gl.where(is_above_RP, less_RP, float("-inf")))
     reads_RP = gl.where(is_above_RP, similar_RP * fade_RP * step_P[None, :], 0.0)
     first_RP = high_bits(reads_RP)
-    first_smem.store(first_RP.to(gl.bfloat16))
-    second_smem.store((reads_RP - first_RP).to(gl.bfloat16))
+    tiled: gl.constexpr = gl.NVMMASharedLayout(min(128, 2 * P), 16, 2)
+    smem = gl.allocate_shared_memory(gl.bfloat16, [64, P], tiled)
+    if P == 64:
+        rest_smem = gl.allocate_shared_memory(gl.bfloat16, [64, P], tiled)
+        smem.store(first_RP.to(gl.bfloat16))
+        rest_smem.store((reads_RP - first_RP).to(gl.bfloat16))
+        parts = smem, rest_smem
+    else:  # the first P rows of threads have one part, the next ones the other
+        is_first_R = gl.arange(0, 64, rows) < P
+        smem.store(gl.where(is_first_R[:, None], first_RP, reads_RP - first_RP).to(gl.bfloat16))
+        parts = smem.slice(0, P), smem.slice(P, P)
+    return parts
 
 
 @gluon.jit

@@ -39,8 +39,9 @@ from specdec.ops.recurrent.mamba.nodes_hopper import (
     diagonal,
     marked,
     multiplied,
+    queries,
     read_values,
-    store_reads,
+    stored_reads,
     two_parts,
     without_marks,
 )
@@ -89,7 +90,7 @@ def ssd_tree_hopper_kernel(
     nodes: gl.constexpr = nodes_layout(P, num_warps)
     of_state: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, P, 16])
     between: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, P, 16])
-    q_smem = gl.allocate_shared_memory(gl.bfloat16, [64, K], gl.NVMMASharedLayout(128, 16, 2))
+    q_smem = gl.allocate_shared_memory(gl.bfloat16, [P, K], gl.NVMMASharedLayout(128, 16, 2))
     k_smem = gl.allocate_shared_memory(gl.bfloat16, [P, K], gl.NVMMASharedLayout(128, 16, 2))
     number, accepted = gl.load(read + row, cache_modifier=".cg"), gl.load(count + row, cache_modifier=".cg")
     path, above_P = path + row * E, nodes_above(parents + row * N, N, CHAIN, P, num_warps)
@@ -134,8 +135,8 @@ def ssd_tree_hopper_kernel(
     async_copy.wait_group(1 if COPIED else 0)
     fence_async_shared()
     barrier()
-    q_KP, keys_KP = q_smem.slice(0, P, 0).permute((1, 0)), k_smem.permute((1, 0))
-    similar_RP = warpgroup_mma(q_smem, keys_KP, gl.zeros([64, P], gl.float32, between), use_acc=False, is_async=True)
+    q_KP, keys_KP, q_RK = q_smem.permute((1, 0)), k_smem.permute((1, 0)), queries(q_smem, P, K, between)
+    similar_RP = warpgroup_mma(q_RK, keys_KP, gl.zeros([64, P], gl.float32, between), use_acc=False, is_async=True)
     products_VP = gl.zeros([BLOCK_V, P], gl.float32, of_state)
     if not COPIED:
         products_VP = multiplied(parts, q_KP, products_VP)
@@ -146,7 +147,7 @@ def ssd_tree_hopper_kernel(
     n_P = gl.arange(0, P, nodes)
     step_P = softplus(dt_P.to(gl.float32) + bias)
     decay_P = gl.exp(rate) * step_P
-    similar_RP = warpgroup_mma_wait(0 if COPIED else 2, deps=(similar_RP,))
+    similar_RP, _ = warpgroup_mma_wait(0 if COPIED else 2, deps=(similar_RP, q_RK))
     # Numbers of a node that are not finite may reach those below it alone: `rule.without_broken`.  Of a query or a key they
     # show in the node's product with itself.
     sound_P = (gl.abs(diagonal(similar_RP, P, nodes)) < float("inf")) & (decay_P < float("inf"))
@@ -156,10 +157,7 @@ def ssd_tree_hopper_kernel(
         summed_P += gl.where(above[step] >= 0, more_P, 0.0)
     gl.store(decay_left + number * stride_decay + h + n_P * H, summed_P, mask=(n_P < N) & (first_v == 0))
     facts = _shared_facts(sound_P, step_P, summed_P, bits_P, P)
-    layout_PP: gl.constexpr = gl.NVMMASharedLayout(min(128, 2 * P), 16, 2)
-    first_smem = gl.allocate_shared_memory(gl.bfloat16, [64, P], layout_PP)
-    second_smem = gl.allocate_shared_memory(gl.bfloat16, [64, P], layout_PP)
-    store_reads(similar_RP, facts[0], facts[1], facts[3], first_smem, second_smem, P, between)
+    first_smem, second_smem = stored_reads(similar_RP, facts[0], facts[1], facts[3], P, between)
     s, n, v = places(P, values)
     step_SP = facts[1]._reinterpret(gl.float32, [P // 16, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     step_SP1 = step_SP.load(gl.SliceLayout(2, values))[:, :, None]
@@ -221,10 +219,11 @@ def _shared_facts(sound_P, step_P, summed_P, bits_P, P: gl.constexpr):
     step_smem = gl.allocate_shared_memory(gl.float32, [P], flat)
     faded_smem = gl.allocate_shared_memory(gl.float32, [P], flat)
     bits_smem = gl.allocate_shared_memory(bits_P.dtype, [64], flat)
-    summed_smem.slice(0, P).store(summed_P)
+    for first in gl.static_range(0, 64, P):  # rows of A: see `queries`
+        summed_smem.slice(first, P).store(summed_P)
+        bits_smem.slice(first, P).store(bits_P)
     step_smem.store(step_P)
     faded_smem.store(gl.where(sound_P, gl.exp(summed_P), float("nan")))
-    bits_smem.slice(0, P).store(bits_P)
     barrier()
     return summed_smem, step_smem, faded_smem, bits_smem
 
