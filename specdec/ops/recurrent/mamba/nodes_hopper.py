@@ -88,8 +88,8 @@ def _queries_layout(P, K):
 
 
 @gluon.jit
-def queries(q_smem, P: gl.constexpr, K: gl.constexpr, layout: gl.constexpr):
-    """All queries, as often as there is room for in the left operand [64, K]."""
+def repeated_queries(q_smem, P: gl.constexpr, K: gl.constexpr, layout: gl.constexpr):
+    """All queries in registers, as often as the tensor cores' left operand [64, K] has room for them."""
     as_often: gl.constexpr = _queries_layout(P, K)
     q_PK = q_smem.load(gl.SliceLayout(0, as_often))
     q_SPK, _ = gl.broadcast(q_PK[None, :, :], gl.zeros([64 // P, P, K], gl.bfloat16, as_often))
@@ -98,8 +98,14 @@ def queries(q_smem, P: gl.constexpr, K: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def stored_reads(similar_RP, summed_smem, step_smem, bits_smem, P: gl.constexpr, layout: gl.constexpr):
-    """A [P, P] as two numbers of 16 bits, in shared memory, of log-decays [R], steps [P] and ancestors [R] there."""
+def stored_reads(
+    similar_RP, summed_smem, step_smem, bits_smem, P: gl.constexpr, REPEATED: gl.constexpr, layout: gl.constexpr
+):  # fmt: skip
+    """A [P, P] as two numbers of 16 bits in shared memory, of log-decays [R], steps [P] and ancestors [R] there.
+
+    REPEATED: similar_RP is of `repeated_queries`, of whose first P rows threads store the first number, and of the next P rows
+    the second one, beside each other.
+    """
     rows: gl.constexpr = gl.SliceLayout(1, layout)
     columns: gl.constexpr = gl.SliceLayout(0, layout)
     step_P = step_smem.load(columns)
@@ -107,23 +113,25 @@ def stored_reads(similar_RP, summed_smem, step_smem, bits_smem, P: gl.constexpr,
     is_above_RP = ((bits_smem.load(rows)[:, None] >> gl.arange(0, P, columns).to(word)[None, :]) & 1) != 0
     # Nothing goes out of a node that is not sound, whose step is 0.  Of nodes on different branches the difference may be
     # large: it never meets exp.
+    if not REPEATED:
+        is_above_RP = is_above_RP & (gl.arange(0, 64, rows) < P)[:, None]
     is_above_RP = is_above_RP & (step_P != 0)[None, :]
     less_RP = summed_smem.load(rows)[:, None] - summed_smem.slice(0, P).load(columns)[None, :]
     fade_RP = gl.exp(gl.where(is_above_RP, less_RP, float("-inf")))
     reads_RP = gl.where(is_above_RP, similar_RP * fade_RP * step_P[None, :], 0.0)
     first_RP = high_bits(reads_RP)
+    second_RP = reads_RP - first_RP
     tiled: gl.constexpr = gl.NVMMASharedLayout(min(128, 2 * P), 16, 2)
-    smem = gl.allocate_shared_memory(gl.bfloat16, [64, P], tiled)
-    if P == 64:
-        rest_smem = gl.allocate_shared_memory(gl.bfloat16, [64, P], tiled)
-        smem.store(first_RP.to(gl.bfloat16))
-        rest_smem.store((reads_RP - first_RP).to(gl.bfloat16))
-        parts = smem, rest_smem
-    else:  # the first P rows of threads have one part, the next ones the other
-        is_first_R = gl.arange(0, 64, rows) < P
-        smem.store(gl.where(is_first_R[:, None], first_RP, reads_RP - first_RP).to(gl.bfloat16))
-        parts = smem.slice(0, P), smem.slice(P, P)
-    return parts
+    first_smem = gl.allocate_shared_memory(gl.bfloat16, [64, P], tiled)
+    if REPEATED:
+        is_first_R1 = (gl.arange(0, 64, rows) < P)[:, None]
+        first_smem.store(gl.where(is_first_R1, first_RP, second_RP).to(gl.bfloat16))
+        second_smem = first_smem.slice(P, P)
+    else:
+        second_smem = gl.allocate_shared_memory(gl.bfloat16, [64, P], tiled)
+        first_smem.store(first_RP.to(gl.bfloat16))
+        second_smem.store(second_RP.to(gl.bfloat16))
+    return first_smem.slice(0, P), second_smem.slice(0, P)
 
 
 @gluon.jit
