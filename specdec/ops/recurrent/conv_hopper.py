@@ -1,4 +1,6 @@
-"""The convolution over trees of many rows, written in Gluon for Hopper GPUs: conv_triton.py has the kernel for all others.
+"""The convolution over trees of many rows, written in Gluon for Hopper GPUs: see conv_triton.py, whose kernel runs by default.
+
+No GPU has run this one yet: benchmarks/layers/recurrent.py (--sweep) checks and times it, and who passes its tiles gets it.
 
 All inputs of a program's channels are on their way into shared memory at once, and so are the last inputs of the text, behind
 them.  Then a thread goes from node to node, with eight channels: what a tap reads is a row of shared memory, whichever it is.
@@ -10,8 +12,6 @@ Shapes: as of conv.py; P: nodes that there is room for.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 from torch import Tensor
@@ -22,16 +22,8 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy
 from specdec.ops.hopper import barrier, copy_rows, gdc_launch_dependents, gdc_wait
 from specdec.ops.launch import chained
 from specdec.ops.recurrent.conv import Convolution
-from specdec.ops.recurrent.conv_triton import ended
+from specdec.ops.recurrent.conv_triton import ConvHopperTiles, ended
 from specdec.ops.recurrent.states import ConvStates, TreeSteps
-
-
-class ConvHopperTiles(NamedTuple):
-    """warps: of a program, each with 256 channels.  groups: of a tree's nodes, a program each.  at_once: nodes."""
-
-    warps: int = 1
-    groups: int = 1
-    at_once: int = 4
 
 
 @gluon.jit
@@ -126,16 +118,16 @@ def rounded(low_C, high_C):
 
 
 def launch_tree_convolution_hopper(
-    x_TC: Tensor, conv: Convolution, layer: ConvStates, steps: TreeSteps, tiles: ConvHopperTiles
-) -> Tensor:
-    """`conv.tree_convolution`: [T, C]."""
-    (B, N), E = steps.parents_BN.shape, steps.path_BE.shape[1]
-    W, C = layer.conv_PWC.shape[1:]
-    left_LNC, out_TC = layer.x_LNC, torch.empty_like(x_TC, memory_format=torch.contiguous_format)
-    own = -(-N // tiles.groups)
-    tree_convolution_hopper_kernel[(C // (256 * tiles.warps), -(-N // own), B)](
+    x_TC: Tensor, conv: Convolution, layer: ConvStates, steps: TreeSteps, out_TC: Tensor, tiles: ConvHopperTiles
+) -> None:
+    """`conv.tree_convolution`, into out_TC.  conv_triton.py has checked what its own kernels take, too."""
+    (B, N), E, (W, C), left_LNC = steps.parents_BN.shape, steps.path_BE.shape[1], layer.conv_PWC.shape[1:], layer.x_LNC
+    assert x_TC.dtype == torch.bfloat16 and C % (256 * tiles.warps) == 0
+    assert x_TC.stride(0) % 16 == 0 and x_TC.data_ptr() % 16 == 0  # rows are copied by 16 bytes
+    own = triton.cdiv(N, tiles.groups)
+    tree_convolution_hopper_kernel[(C // (256 * tiles.warps), triton.cdiv(N, own), B)](
         x_TC, *conv[:2], layer.conv_PWC, left_LNC, steps.read_B, steps.write_B, steps.count_B, steps.path_BE, steps.parents_BN,
         out_TC, x_TC.stride(0), layer.conv_PWC.stride(0), left_LNC.stride(0), C=C, W=W, N=N, E=E, CHAIN=steps.is_chain,
-        SILU=conv.silu, P=triton.next_power_of_2(N), NODES=own, AT_ONCE=tiles.at_once, num_warps=tiles.warps, **chained(x_TC.device),
+        SILU=conv.silu, P=triton.next_power_of_2(N), NODES=own, AT_ONCE=tiles.at_once, num_warps=tiles.warps,
+        **chained(x_TC.device),
     )  # fmt: skip
-    return out_TC

@@ -32,6 +32,17 @@ class ConvTiles(NamedTuple):
     programs: int = 1
 
 
+class ConvHopperTiles(NamedTuple):
+    """Of conv_hopper.py, over trees.  warps: of a program, each with 256 channels.
+
+    groups: into how many a tree's nodes are cut, each of them a program's.  at_once: nodes that a loop's turn computes.
+    """
+
+    warps: int = 1
+    groups: int = 2
+    at_once: int = 4
+
+
 # Of a lone node, of chains and of trees; of parts.  Measured on an H200 (benchmarks/layers/recurrent.py).
 ONE, CHAIN, TREE = ConvTiles(512, 2, 1), ConvTiles(512, 4, 4, 1056), ConvTiles(256, 4, 8, 1056)
 CHUNK = ConvTiles(256, 2, 16)
@@ -174,13 +185,18 @@ def _input(place, from_conv, from_x, stride_x, ok_C, C: tl.constexpr, W: tl.cons
 
 
 def launch_tree_convolution(
-    x_TC: Tensor, conv: Convolution, layer: ConvStates, steps: TreeSteps, tiles: ConvTiles | None = None
+    x_TC: Tensor, conv: Convolution, layer: ConvStates, steps: TreeSteps, tiles: ConvTiles | ConvHopperTiles | None = None
 ) -> Tensor:
     """`conv.tree_convolution`: [T, C]."""
     (B, N), E = steps.parents_BN.shape, steps.path_BE.shape[1]
     C, W = check_convolution(x_TC, conv, layer, steps)
     left_LNC, out_TC = layer.x_LNC, torch.empty_like(x_TC, memory_format=torch.contiguous_format)
     tiles = tiles or (ONE if N == 1 else CHAIN if steps.is_chain else TREE)
+    if isinstance(tiles, ConvHopperTiles):
+        from specdec.ops.recurrent.conv_hopper import launch_tree_convolution_hopper
+
+        launch_tree_convolution_hopper(x_TC, conv, layer, steps, out_TC, tiles)
+        return out_TC
     block = min(tiles.channels, triton.next_power_of_2(C))
     blocks, steps_in_all = triton.cdiv(C, block), triton.cdiv(N, tiles.rows)
     if B:
