@@ -106,6 +106,12 @@ def stored_reads(
     REPEATED: similar_RP is of `repeated_queries`, of whose first P rows threads store the first number, and of the next P rows
     the second one, beside each other.
     """
+    tiled: gl.constexpr = gl.NVMMASharedLayout(min(128, 2 * P), 16, 2)
+    first_smem = gl.allocate_shared_memory(gl.bfloat16, [64, P], tiled)
+    if REPEATED:
+        second_smem = first_smem.slice(P, P)
+    else:
+        second_smem = gl.allocate_shared_memory(gl.bfloat16, [64, P], tiled)
     rows: gl.constexpr = gl.SliceLayout(1, layout)
     columns: gl.constexpr = gl.SliceLayout(0, layout)
     step_P = step_smem.load(columns)
@@ -120,17 +126,12 @@ def stored_reads(
     fade_RP = gl.exp(gl.where(is_above_RP, less_RP, float("-inf")))
     reads_RP = gl.where(is_above_RP, similar_RP * fade_RP * step_P[None, :], 0.0)
     first_RP = high_bits(reads_RP)
-    second_RP = reads_RP - first_RP
-    tiled: gl.constexpr = gl.NVMMASharedLayout(min(128, 2 * P), 16, 2)
-    first_smem = gl.allocate_shared_memory(gl.bfloat16, [64, P], tiled)
     if REPEATED:
         is_first_R1 = (gl.arange(0, 64, rows) < P)[:, None]
-        first_smem.store(gl.where(is_first_R1, first_RP, second_RP).to(gl.bfloat16))
-        second_smem = first_smem.slice(P, P)
+        first_smem.store(gl.where(is_first_R1, first_RP, reads_RP - first_RP).to(gl.bfloat16))
     else:
-        second_smem = gl.allocate_shared_memory(gl.bfloat16, [64, P], tiled)
         first_smem.store(first_RP.to(gl.bfloat16))
-        second_smem.store(second_RP.to(gl.bfloat16))
+        second_smem.store((reads_RP - first_RP).to(gl.bfloat16))
     return first_smem.slice(0, P), second_smem.slice(0, P)
 
 

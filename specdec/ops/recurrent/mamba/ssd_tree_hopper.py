@@ -152,7 +152,10 @@ def ssd_tree_hopper_kernel(
     n_P = gl.arange(0, P, nodes)
     step_P = softplus(dt_P.to(gl.float32) + bias)
     decay_P = gl.exp(rate) * step_P
-    similar_RP, _ = warpgroup_mma_wait(0 if COPIED else 2, deps=(similar_RP, q_RK))
+    if REPEATED:
+        similar_RP, _ = warpgroup_mma_wait(0 if COPIED else 2, deps=(similar_RP, q_RK))
+    else:
+        similar_RP = warpgroup_mma_wait(0 if COPIED else 2, deps=(similar_RP,))
     # Numbers of a node that are not finite may reach those below it alone: `rule.without_broken`.  Of a query or a key they
     # show in the node's product with itself.
     sound_P = (gl.abs(diagonal(similar_RP, P, nodes)) < float("inf")) & (decay_P < float("inf"))
