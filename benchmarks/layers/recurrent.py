@@ -190,7 +190,7 @@ def try_tiles(
     prefix: str, tiles: Sequence[Any], call: Callable[[LayerStates, Any], Tensor], part: str,
     defined: Callable[[LayerStates], Tensor], world: World, steps: TreeSteps, trials: Trials,
 ) -> dict[str, list[float]]:  # fmt: skip
-    """By tiles: microseconds; of a sweep errors of outputs and of the memory, too.  part: of a layer's memory, which is left."""
+    """By tiles: microseconds; of a sweep errors of outputs and of the memory, too.  part: of the memory that is left."""
     tried: dict[str, list[float]] = {}
     exact = mapped(world.layers[0], torch.Tensor.double) if trials.sweep and tiles else None
     want = None if exact is None else defined(exact)
