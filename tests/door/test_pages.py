@@ -106,11 +106,17 @@ def test_links_lead_somewhere(path: Path) -> None:
     assert broken_links(path) == []
 
 
-def meant_files(path: str) -> list[Path]:
-    """The files that a page may mean: in the repository, or in any folder of the product or of tests/."""
+@functools.cache
+def roots() -> tuple[Path, ...]:
+    """The repository, and every folder of the product and of tests/."""
     tops = [ROOT / top for top in ("specdec", "draft", "verify", "attention", "tests")]
-    roots = [ROOT, *tops, *(folder for top in tops for folder in top.rglob("*/"))]
-    return [root / path for root in roots if (root / path).exists()]
+    return (ROOT, *tops, *(folder for top in tops for folder in top.rglob("*/")))
+
+
+@functools.cache
+def meant_files(path: str) -> tuple[Path, ...]:
+    """The files that a page may mean."""
+    return tuple(root / path for root in roots() if (root / path).exists())
 
 
 def missing_files(page: str) -> list[str]:
