@@ -168,8 +168,11 @@ def test_weights_are_floats(tmp_path: Path, dtype: torch.dtype, backend: str) ->
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_floats_of_every_size_load(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Keeps out: bytes of another size taken for numbers of the model's dtype."""
     name = "model.layers.1.input_layernorm.weight"
-    load(change_weights(save_target(tmp_path, "llama"), lambda t: t.update({name: t[name].to(dtype)})))
+    folder = change_weights(save_target(tmp_path, "llama"), lambda t: t.update({name: t[name].to(dtype)}))
+    want = load_file(folder / "model.safetensors")[name].float()
+    assert torch.equal(load(folder).state_dict()[name.removeprefix("model.")], want)
 
 
 def wrapping(d2t: Tensor) -> Tensor:
@@ -222,11 +225,13 @@ def test_indices_that_are_broken(tmp_path: Path, zoo: Zoo) -> None:
 
 
 def test_an_index_of_a_subfolder_loads(tmp_path: Path, zoo: Zoo) -> None:
+    """Keeps out: an index whose files lie deeper refused, or read from elsewhere."""
     shutil.copytree(zoo.target("llama"), tmp_path, dirs_exist_ok=True)
     (tmp_path / "shards").mkdir()
     (tmp_path / "model.safetensors").rename(tmp_path / "shards" / "a.safetensors")
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"lm_head.weight": "shards/a.safetensors"}}')
-    load(tmp_path)
+    found, want = (load(folder).state_dict() for folder in (tmp_path, zoo.target("llama")))
+    assert found.keys() == want.keys() and all(torch.equal(found[name], want[name]) for name in want)
 
 
 def test_pickles_that_are_broken(tmp_path: Path, zoo: Zoo) -> None:
