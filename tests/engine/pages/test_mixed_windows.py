@@ -52,7 +52,7 @@ PAIRS = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow_cases(keep=2)
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
     ("target", "head", "spec", "page_size", "depth"),
     [(*PAIRS[index], depth) for index, depth in ((0, 1), (1, 0), (2, 0), (3, 1), (4, 1))],
