@@ -224,16 +224,6 @@ def test_indices_that_are_broken(tmp_path: Path, zoo: Zoo) -> None:
             refused(lambda: load(folder, backend), str(index), says)  # noqa: B023
 
 
-def test_an_index_of_a_subfolder_loads(tmp_path: Path, zoo: Zoo) -> None:
-    """Keeps out: an index whose files lie deeper refused, or read from elsewhere."""
-    shutil.copytree(zoo.target("llama"), tmp_path, dirs_exist_ok=True)
-    (tmp_path / "shards").mkdir()
-    (tmp_path / "model.safetensors").rename(tmp_path / "shards" / "a.safetensors")
-    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"lm_head.weight": "shards/a.safetensors"}}')
-    found, want = (load(folder).state_dict() for folder in (tmp_path, zoo.target("llama")))
-    assert found.keys() == want.keys() and all(torch.equal(found[name], want[name]) for name in want)
-
-
 def test_pickles_that_are_broken(tmp_path: Path, zoo: Zoo) -> None:
     """Keeps out: a page of torch's advice to unpickle without a check, for a file that is junk."""
     shutil.copytree(zoo.target("llama"), tmp_path, dirs_exist_ok=True)
