@@ -1,11 +1,12 @@
 """What every test shares: one thread, the markers, the shared folder, and tiny random models saved once a session."""
 
+import functools
 import gc
 import os
 import random
 import signal
 import sys
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # `toolkit`: what test
 from toolkit.inside.interpreter import quicken
 from toolkit.models import TARGETS, Zoo
 from toolkit.paths import ROOT
-from toolkit.suite.turns import TURNS, at_its_turn, turn_of_day
+from toolkit.suite.turns import TURNS, all_take_turns, at_its_turn, turn_of_day
 
 from specdec.cli import entry
 from specdec.screen.progress import Pace
@@ -64,10 +65,21 @@ verify/test_accept verify/test_commit verify/test_context_parallel verify/test_k
 """.split()
 
 
+QUICK_FILES, QUICK_PARTS = (frozenset(each for each in QUICK if ("::" in each) is part) for part in (False, True))
+
+
+@functools.cache
+def in_tests(path: Path) -> str:
+    """The name of a file of tests as the list has it."""
+    return str(path.relative_to(ROOT / "tests").with_suffix(""))
+
+
 def is_quick(path: Path, test: str = "") -> bool:
     """Whether the list has the file, or that test of it; without a test, whether it has any of the file's."""
-    file = str(path.relative_to(ROOT / "tests").with_suffix(""))
-    return file in QUICK or any(each == f"{file}::{test}" if test else each.startswith(f"{file}::") for each in QUICK)
+    file = in_tests(path)
+    if test:
+        return file in QUICK_FILES or f"{file}::{test}" in QUICK_PARTS
+    return file in QUICK_FILES or any(each.startswith(f"{file}::") for each in QUICK_PARTS)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -114,7 +126,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Without a GPU its tests are skipped.  Of a test marked `slow_cases` all but the first are slow, and take turns where the
-    whole suite runs.  What is quick is marked.
+    whole suite runs; the first ones too, where each day has as many of the others.  What is quick is marked.
 
     Processes that share the files begin with those that hold slow tests, so that none of them comes last and leaves a process
     with nothing to do.
@@ -123,7 +135,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if hasattr(config, "workerinput"):
         long = {item.path for item in items if item.get_closest_marker("slow")}
         items.sort(key=lambda item: item.path not in long)
-    seen, later = Counter[str](), defaultdict[str, list[pytest.Item]](list)
+    kept, later = (defaultdict[str, list[pytest.Item]](list) for _ in range(2))
     for item in items:
         if item.get_closest_marker("gpu"):
             if not torch.cuda.is_available():
@@ -132,8 +144,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason=f"needs {ranks.args[0]} GPUs"))
         elif marker := item.get_closest_marker("slow_cases"):
             test = item.nodeid.partition("[")[0]
-            seen[test] += 1
-            if seen[test] > marker.kwargs.get("keep", 1):
+            if len(kept[test]) < marker.kwargs.get("keep", 1):
+                kept[test].append(item)
+            else:
                 item.add_marker(pytest.mark.slow)
                 later[test].append(item)
         if (
@@ -143,6 +156,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         ):
             item.add_marker(pytest.mark.quick)
     if (turn := config.stash[TURN]) is not None:
+        if not config.option.markexpr:  # the fast tests have the first cases every day
+            later |= {test: kept[test] + cases for test, cases in later.items() if all_take_turns(len(kept[test]), len(cases))}
         waiting = {item for test, cases in later.items() for item in set(cases) - set(at_its_turn(test, cases, turn))}
         config.hook.pytest_deselected(items=[item for item in items if item in waiting])
         items[:] = [item for item in items if item not in waiting]

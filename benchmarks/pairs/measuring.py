@@ -81,7 +81,8 @@ def accept_lengths(pair: MeasuredPair, shape: str) -> dict[str, Any]:
             for temperature in plan.temperatures:
                 params = with_seeds(sampling_of(temperature, plan.eval_tokens), len(prompts))
                 stats = Stats.total([output.stats for output in decoder.generate(prompts, params)])
-                row = {"file": file, "temperature": temperature, "prompts": len(prompts), **vars(stats)}
+                counted = {name: value for name, value in vars(stats).items() if name != "accepted_per_round"}
+                row = {"file": file, "temperature": temperature, "prompts": len(prompts), **counted}
                 rows.append(row | {"accept_length": stats.accept_length, "acceptance_by_depth": stats.acceptance_by_depth})
     return {"kind": pair.kind, "shape": shape, "rows": rows}
 

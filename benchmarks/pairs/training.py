@@ -22,7 +22,7 @@ from specdec.loading.build import free_memory
 
 MARK = "QUESTION-GOES-HERE"
 ASKED_AT_ONCE, ASKED_TOKENS = 256, 80
-EDITED = 16  # edits of each kind
+EDITED = 32  # edits of each kind
 TRAINED = (  # settings of the plan that `specdec train` has, by its names
     "texts", "width", "longest_prompt", "greedy_share", "held_out", "batch", "lr", "warmup", "num_steps", "draft_vocab_size",
     "intermediate_size", "seed",

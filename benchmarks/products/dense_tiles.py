@@ -1,11 +1,13 @@
-"""Products of few rows with other tiles than the policy's, at the widths of Qwen3.5's hybrids in bf16, on an H200.
+"""Products of few rows with other tiles than the policy's, at the widths of published models in bf16, on an H200.
 
-    python benchmarks products.dense_tiles --out FILE    # about 80 seconds, of which 25 compile
+    python benchmarks products.dense_tiles --models 27B 35B-A3B --out FILE    # about 80 seconds, of which 25 compile
     python benchmarks products.dense_tiles --models 27B --shapes out down --rows 1 48 --top 4
+    python benchmarks products.dense_tiles --models SmolLM2-135M --rows 1 4 16 --top 4
+    python benchmarks products.dense_tiles --models gpt-oss-20b Qwen3-30B-A3B --rows 1 6 --top 4
 
 Each product comes right after a norm, or in front of the norm that adds up its partials, as in a layer.  The time is that of
 both in a CUDA graph that runs through copies of the weight, so that none lies in L2.  TB/s: the weight's bytes over that time.
-What wins here is for `_tiles_hopper` (specdec/ops/products/tiles/dense.py).
+What wins here is for `_tiles_hopper`, and of small weights for `_tiles_in_registers` (specdec/ops/products/tiles/dense.py).
 
 Shapes: M rows, K in, N weight rows, H hidden.
 """
@@ -13,6 +15,7 @@ Shapes: M rows, K in, N weight rows, H hidden.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import multiprocessing
@@ -30,7 +33,17 @@ from specdec.ops.norm import add_rms_norm
 from specdec.ops.products.dense import partials_with_tiles, with_tiles
 from specdec.ops.products.gpus import H200
 from specdec.ops.products.partials import Partials
-from specdec.ops.products.tiles.dense import HALF_SM, SMS, WHOLE_SM, ProductTiles, padded_rows, product_tiles
+from specdec.ops.products.tiles.dense import (
+    FEW_COLUMNS,
+    HALF_SM,
+    HELD_NUMBERS,
+    MOST_WORDS,
+    SMS,
+    WHOLE_SM,
+    ProductTiles,
+    padded_rows,
+    product_tiles,
+)
 
 # Weights [N, K] by name; the norm after `out`, `o` and `down` adds up partials.
 SHAPES: dict[str, dict[str, tuple[int, int]]] = {
@@ -39,6 +52,12 @@ SHAPES: dict[str, dict[str, tuple[int, int]]] = {
         "lm_head": (248320, 5120),
     },
     "35B-A3B": {"in": (12352, 2048), "out": (2048, 4096), "qkv": (9216, 2048), "lm_head": (248320, 2048)},
+    "SmolLM2-135M": {
+        "qkv": (960, 576), "o": (576, 576), "gate_up": (3072, 576), "down": (576, 1536), "lm_head": (49152, 576),
+        "draft lm_head": (32000, 576),
+    },
+    "gpt-oss-20b": {"qkv": (5120, 2880), "o": (2880, 4096), "lm_head": (201088, 2880)},
+    "Qwen3-30B-A3B": {"qkv": (5120, 2048), "o": (2048, 4096), "lm_head": (151936, 2048)},
 }  # fmt: skip
 ADDED = ("out", "down")
 ROOM = {1: WHOLE_SM, 2: HALF_SM, 3: 74_000}  # bytes of a program's stages, by programs of an SM
@@ -49,15 +68,30 @@ MANY = 32
 
 
 class CompiledTiles(NamedTuple):
-    """What is compiled once."""
+    """What is compiled once.  K: columns, if the kernel is compiled for them."""
 
     tiles: ProductTiles
     gated: bool
     partials: bool
+    K: int
 
 
-def candidates(M: int, N: int, K: int) -> list[ProductTiles]:
-    """With so many splits that each SM has one program, or as many as fit on it."""
+def in_registers(M: int, N: int, K: int, parts: int) -> Iterator[ProductTiles]:
+    """Of weights that are small, or have few columns, up to 16 rows: a thread's registers hold its part.  parts: 2 if gated."""
+    if M > 16 or (K >= FEW_COLUMNS and N * K > HELD_NUMBERS):
+        return
+    if M == 1:
+        for block_k, warps, each in itertools.product((64, 128, 256), (4, 8), (1, 2)):
+            if 4 * -(-K // block_k) * each * parts <= MOST_WORDS:
+                yield ProductTiles("one_row_hopper", 1, warps * 256 // block_k * each, block_k, 1, warps, 1)
+        return
+    for rows, warps in itertools.product((16, 32, 64), (2, 4, 8, 16)):
+        if -(-K // (32 * warps)) * rows // 2 <= MOST_WORDS:
+            yield ProductTiles("held_rows_hopper", 8 if M <= 8 else 16, rows, 32, 1, warps, 1)
+
+
+def candidates(M: int, N: int, K: int, gated: bool) -> list[ProductTiles]:
+    """With so many splits that each SM has one program, or as many as fit on it; and those of small weights."""
     found: dict[ProductTiles, None] = {}
     block_m = padded_rows(M)
     for rows, block_k, share in PIECES + (MORE if M >= MANY else ()):
@@ -66,7 +100,7 @@ def candidates(M: int, N: int, K: int) -> list[ProductTiles]:
         for splits in {1, max(1, SMS // tiles), max(1, share * SMS // tiles)}:
             if stages >= 2 and splits <= -(-K // (2 * block_k)):
                 found[ProductTiles("stream_hopper", block_m, rows, block_k, splits, min(8, rows // 16), stages)] = None
-    return list(found)
+    return [*found, *in_registers(M, N, K, 2 if gated else 1)]
 
 
 def policy(M: int, N: int, K: int, gated: bool, partials: bool) -> ProductTiles | None:
@@ -76,14 +110,16 @@ def policy(M: int, N: int, K: int, gated: bool, partials: bool) -> ProductTiles 
 def kernels_of(models: list[str], names: list[str], rows: list[int]) -> Iterator[CompiledTiles]:
     for name, (N, K) in ((name, shape) for model in models for name, shape in SHAPES[model].items() if name in names):
         for M in rows:
-            own = policy(M, N, K, name == "gate_up", name in ADDED)
-            for tiles in [*candidates(M, N, K), *([own] if own else [])]:
-                yield CompiledTiles(tiles, name == "gate_up", name in ADDED and tiles.splits > 1)
+            gated = name == "gate_up"
+            own = policy(M, N, K, gated, name in ADDED)
+            for tiles in [*candidates(M, N, K, gated), *([own] if own else [])]:
+                columns = K if tiles.kernel in ("one_row_hopper", "held_rows_hopper") else 4096
+                yield CompiledTiles(tiles, gated, name in ADDED and tiles.splits > 1, columns)
 
 
 def compile_one(kernel: CompiledTiles) -> str:
     """In a process of its own, on a small weight: what was compiled is found by the others on disk."""
-    x_MK, weight_NK = (torch.zeros(rows, 4096, device="cuda", dtype=torch.bfloat16) for rows in (1, 2048))
+    x_MK, weight_NK = (torch.zeros(rows, kernel.K, device="cuda", dtype=torch.bfloat16) for rows in (1, 2048))
     try:
         with torch.no_grad():
             if kernel.partials:
@@ -127,9 +163,9 @@ class TimedProduct:
 def measure(product: TimedProduct, M: int) -> dict[str, Any]:
     own = policy(M, product.N, product.K, product.gated, product.adds)
     found: dict[str, float] = {}
-    for tiles in candidates(M, product.N, product.K):
+    for tiles in candidates(M, product.N, product.K, product.gated):
         try:
-            found[str(list(tiles[1:]))] = product.us(M, tiles)
+            found[str([*([] if tiles.kernel == "stream_hopper" else [tiles.kernel]), *tiles[1:]])] = product.us(M, tiles)
         except OutOfResources as error:
             print(f"{product.name} {tiles}: {type(error).__name__}: {error}"[:200])
     best = dict(sorted(found.items(), key=lambda item: item[1]))
@@ -151,7 +187,7 @@ def show(row: dict[str, Any], top: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=list(SHAPES))
-    names = list(SHAPES["27B"])
+    names = sorted({name for shapes in SHAPES.values() for name in shapes})
     parser.add_argument("--shapes", nargs="+", choices=names, default=names)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 48])
     parser.add_argument("--top", type=int, default=1, help="how many of the best tiles are printed")

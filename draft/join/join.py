@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.batch.tree import DraftTree
@@ -63,20 +64,16 @@ def joined_chain(tree: DraftTree, tokens_BPD: Tensor, steps_BPD: Tensor, bits_P:
     tree: a chain without scores.  The other arguments: see `joined_tree`.
     """
     assert tree.is_chain and tree.scores_BN is None
-    own_BD = tree.tokens_BN[:, 1:]
-    D = own_BD.shape[1]
-    tokens_BPD, steps_BPD = tokens_BPD[..., :D], steps_BPD[..., :D]
+    tokens_BPD, steps_BPD = (x_BPD[..., : tree.max_depth] for x_BPD in (tokens_BPD, steps_BPD))
     worth_BP = torch.where(tokens_BPD >= 0, steps_BPD.cumsum(-1).exp(), 0.0).sum(-1)
-    best_B11 = worth_BP.argmax(1)[:, None, None]
-    best_BD = tokens_BPD.gather(1, best_B11.expand(-1, 1, D))[:, 0]
-    tokens_BD = torch.where(best_BD >= 0, best_BD, own_BD)
-    is_there_BPD = (tokens_BPD == tokens_BD[:, None]).cumprod(-1)
-    sources_BD = torch.zeros_like(tokens_BD)
+    best_BD = torch.take_along_dim(tokens_BPD, worth_BP.argmax(1)[:, None, None], dim=1)[:, 0]
+    best_BN = F.pad(best_BD, (1, 0), value=-1)  # the root is the tree's, as is what comes after the path's end
+    tokens_BN = torch.where(best_BN < 0, tree.tokens_BN, best_BN)
+    is_there_BPD = (tokens_BPD == tokens_BN[:, None, 1:]).cumprod(-1)
+    sources_BD = (best_BD < 0) * DRAFTER
     for p in range(tokens_BPD.shape[1]):
         sources_BD = sources_BD | is_there_BPD[:, p] * bits_P[p]
-    is_own_BD = (best_BD < 0).long() * DRAFTER  # after a path's end
-    chain = DraftTree.chain(torch.cat((tree.tokens_BN[:, :1], tokens_BD), dim=1))
-    return replace(chain, sources_BN=torch.cat((torch.zeros_like(tokens_BD[:, :1]), sources_BD | is_own_BD), dim=1))
+    return replace(DraftTree.chain(tokens_BN), sources_BN=F.pad(sources_BD, (1, 0)))
 
 
 def with_scores(tree: DraftTree, steps_BD: Tensor) -> DraftTree:
@@ -104,11 +101,10 @@ def without_some(tree: DraftTree, steps_BPD: Tensor, bits_P: Tensor, allowed_B: 
 
     allowed_B: int64, the bits of the sources that each row has.  The other arguments: see `joined_tree`.
     """
-    has_BP = (bits_P & allowed_B[:, None]) != 0
+    has_BP = (bits_P & allowed_B[:, None]) != 0  # the last path is the drafter's
     if tree.scores_BN is not None:
-        last_N = OFF * arange(tree.num_nodes, allowed_B.device)  # falls along each path
-        has_B1 = (allowed_B[:, None] & DRAFTER) != 0
-        tree = replace(tree, scores_BN=torch.where(has_B1, tree.scores_BN, last_N.to(tree.scores_BN.dtype)))
+        fall_N = torch.full_like(tree.scores_BN[0], OFF).cumsum(0)  # along each path
+        tree = replace(tree, scores_BN=torch.where(has_BP[:, -1:], tree.scores_BN, fall_N))
     return tree, torch.where(has_BP[..., None], steps_BPD, OFF)
 
 

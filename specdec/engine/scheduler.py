@@ -227,7 +227,7 @@ class Scheduler:
         assert isinstance(step, steps.RunRound)
         self.totals.rounds += 1
         if seconds is not None:
-            drafting = [row for row, drafts in zip(emitted, planned.speculates, strict=False) if drafts and row.tokens]
+            drafting = planned.told(emitted)
             accepted, best = [len(row.tokens) - 1 for row in drafting], [row.best for row in drafting]
             by_others = [matched(row.sources) for row in drafting] if step.spec and step.spec.max_depth is not None else None
             self.speculation.observe(step, seconds, accepted, best, tokens_of(planned.states), by_others)

@@ -8,6 +8,7 @@ import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -103,6 +104,33 @@ def test_requests_of_the_real_texts_share_no_words_with_the_real_prompts(pairs: 
     asked = " | ".join(" ".join(words(ask)) for ask in asks)
     runs = {" ".join(told[i : i + 8]) for told in map(words, texts) for i in range(len(told) - 7)}
     assert len(asks) > 600 and len(runs) > 5000 and [run for run in runs if f" {run} " in asked] == []
+
+
+def test_kinds_of_texts(pairs: Any, tmp_path: Path) -> None:
+    """Keeps out: a second answer that is asked as the first one was, an edit that the target did not make, a prediction that
+    equals the answer, a kind that nobody knows and that is found out after the loading."""
+    from texts import sources
+
+    chats = {text: [{"role": "user", "content": text}] for text in ("Fix this: a b c", "Fix this: d e f")}
+    edits = [{"kind": "corrected", "messages": chats[text], "prediction": text[10:]} for text in chats]
+    for name, lines in (("edits", edits), ("asked", [{"prompt": "Where is Rome?"}])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    class Plain:
+        def generate(self, prompts: list[Any], *_: Any, **__: Any) -> list[SimpleNamespace]:
+            return [SimpleNamespace(text="a b c" if "Fix" in str(prompt) else "There is no map of Rome") for prompt in prompts]
+
+    made, plain, base = sources.Texts(SimpleNamespace(texts=tmp_path, chat=True, alike=0.6)), Plain(), None
+    made.check(["asked", "after:corrected", "renamed:asked", "cut:own"])
+    assert made.of("asked", 2, plain, base) == [([{"role": "user", "content": "Where is Rome?"}], None, None)] * 2
+    (edit,) = made.of("corrected", 1, plain, base)
+    assert edit == (chats["Fix this: a b c"], "a b c", None)
+    (second,) = made.of("after:corrected", 1, plain, base)
+    assert second.before == edit.prompt and second.prompt[0]["content"] == "The end. Fix this: a b c"
+    assert made.of("renamed:asked", 1, plain, base)[0].prediction == "There is no map of Bartholomew"
+    for wrong, told in (("missing", "missing.jsonl"), ("worse:asked", "before the colon")):
+        with pytest.raises(ValueError, match=told):
+            made.check([wrong])
 
 
 def test_edits_hold_their_document(pairs: Any, sources: Path) -> None:

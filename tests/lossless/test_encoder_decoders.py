@@ -59,7 +59,7 @@ def hold_lossless(
     assert len({tuple(out.token_ids[:3]) for out in outs}) > 1, "the texts must depend on what the encoder reads"
 
 
-@pytest.mark.slow_cases(keep=2)
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("model_type", ENCODER_DECODERS)
 def test_every_family_equals_transformers(model_type: str, tmp_path: Path) -> None:
     hold_lossless(save_encoder_decoder(tmp_path / "target", model_type), None, None)

@@ -118,7 +118,7 @@ def crowd(traffic: Traffic, threads: int, calls: int) -> None:
     traffic.driver.assert_nothing_leaked()
 
 
-@pytest.mark.slow_cases
+@pytest.mark.slow_cases(keep=0)
 @pytest.mark.parametrize("world", CROWDED)
 def test_random_crowd(zoo: Zoo, monkeypatch: pytest.MonkeyPatch, world: str) -> None:
     small_rings(monkeypatch)

@@ -30,7 +30,7 @@ CASES = [  # each drafter under two or more filters, each filter with chains and
 ]
 
 
-@pytest.mark.slow_cases(keep=2)
+@pytest.mark.slow_cases
 @pytest.mark.slow
 @pytest.mark.parametrize(("drafter", "temperature", "top_k", "top_p"), CASES)
 def test_tokens_follow_the_target(zoo: Zoo, drafter: str, temperature: float, top_k: int, top_p: float) -> None:

@@ -35,7 +35,7 @@ def test_every_measured_setting_is_tested(shared: Path, head: str) -> None:
     assert set(expected_rows(shared / "models" / head)) == set(SHAPES)
 
 
-@pytest.mark.slow_cases(keep=3)
+@pytest.mark.slow_cases
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("head", HEADS)

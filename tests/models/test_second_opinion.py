@@ -60,6 +60,7 @@ def test_both_write_the_same(folder: Path, tmp_path: Path, head: str, shape: tup
     assert accepted > 0
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("kept", ["fp8", "int8"])
 def test_split_heads_in_8_bits(folder: Path, tmp_path: Path, kept: str) -> None:
     """Keeps out: a setting that is ignored, and trees that read values of another width than was stored."""

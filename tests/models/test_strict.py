@@ -4,6 +4,7 @@ Keeps out: a model that loads with a part left out, and writes plausible text of
 """
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,9 @@ from specdec.models.llama.config import parse_llama
 Tensors = dict[str, Tensor]
 
 
-def load(folder: Path) -> None:
-    load_target(folder, read_target_config(folder), 64, torch.device("cpu"), torch.float32)
+def load(folder: Path) -> Tensors:
+    """The weights that the model has then."""
+    return load_target(folder, read_target_config(folder), 64, torch.device("cpu"), torch.float32).state_dict()
 
 
 def change_weights(folder: Path, change: Callable[[Tensors], Any]) -> Path:
@@ -70,9 +72,21 @@ def test_weights(tmp_path: Path, name: str, change: Callable[[Tensors], Any], ma
 def test_harmless_extras_load(tmp_path: Path) -> None:
     """A tied head written out, and the rotary buffer of old exports."""
     folder = save_target(tmp_path, "qwen2")
+    want = load(folder)
     change_weights(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
     change_weights(folder, lambda t: t.update({f"{LAYER}.self_attn.rotary_emb.inv_freq": torch.ones(6)}))
-    load(folder)
+    found = load(folder)
+    assert found.keys() == want.keys() and all(torch.equal(found[name], want[name]) for name in want)
+
+
+def test_an_index_of_a_subfolder_loads(tmp_path: Path, zoo: Zoo) -> None:
+    """Keeps out: an index whose files lie deeper refused, or read from elsewhere."""
+    shutil.copytree(zoo.target("llama"), tmp_path, dirs_exist_ok=True)
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "model.safetensors").rename(tmp_path / "shards" / "a.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"lm_head.weight": "shards/a.safetensors"}}')
+    found, want = (load(folder) for folder in (tmp_path, zoo.target("llama")))
+    assert found.keys() == want.keys() and all(torch.equal(found[name], want[name]) for name in want)
 
 
 CONFIG_ERRORS: list[tuple[str, dict[str, Any], str]] = [

@@ -101,7 +101,7 @@ def test_the_program_prints_what_the_page_shows(capsys: pytest.CaptureFixture[st
         known["decoder"].close()  # type: ignore[attr-defined]
 
 
-@pytest.mark.slow_cases(keep=3)
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("example", COMMANDS, ids=lambda example: example.heading)
 def test_a_command_prints_what_the_page_shows(
     example: Example, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
+import functools
 import importlib
 import io
 import json
@@ -148,8 +149,9 @@ def page_errors(page: str) -> list[Row]:
     return [tuple(bare(cell) for cell in row[:3]) for row in rows(page, "Errors")]
 
 
-def code_errors() -> set[Row]:
-    return {found for path in sorted((ROOT / "specdec" / "serve").rglob("*.py")) for found in errors_made(path)}
+@functools.cache  # all files of the server are parsed
+def code_errors() -> frozenset[Row]:
+    return frozenset(found for path in sorted((ROOT / "specdec" / "serve").rglob("*.py")) for found in errors_made(path))
 
 
 def page_metrics(page: str) -> list[Row]:

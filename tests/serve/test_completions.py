@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -18,10 +19,10 @@ SEEDED: dict[str, Any] = {"temperature": 0.9, "seed": 11, "top_p": 0.9}
 TOKENS = 16
 
 
-def reference(served: Served, prompt: Any, **sampling: Any) -> Generation:
-    """What the decoder itself gives for one prompt."""
-    (generation,) = served.decoder.generate(prompt, SamplingParams(**{"max_tokens": TOKENS, **sampling}))
-    return generation
+def references(served: Served, asked: Sequence[tuple[Any, dict[str, Any]]]) -> list[Generation]:
+    """What the decoder itself gives for each prompt with its options."""
+    params = [SamplingParams(**{"max_tokens": TOKENS, **sampling}) for _, sampling in asked]
+    return served.decoder.generate([prompt for prompt, _ in asked], params)
 
 
 def texts_of_stream(stream: Any) -> dict[int, str]:
@@ -42,7 +43,7 @@ def texts_of_stream(stream: Any) -> dict[int, str]:
 def test_texts_are_those_of_the_decoder(served: Served, prompt: Any, sampling: dict[str, Any]) -> None:
     """Keeps out: a server that adds a token, drops a space, mixes up choices, or samples otherwise, streamed or not."""
     many = prompt in (TEXTS, IDS)
-    expected = [reference(served, item, **sampling).text for item in (prompt if many else [prompt])]
+    expected = [out.text for out in references(served, [(item, sampling) for item in (prompt if many else [prompt])])]
     ask: dict[str, Any] = {"model": "tiny", "prompt": prompt, "max_tokens": TOKENS, **sampling}
     answer = served.client().completions.create(**ask)
     assert [choice.text for choice in answer.choices] == expected
@@ -54,7 +55,8 @@ def test_texts_are_those_of_the_decoder(served: Served, prompt: Any, sampling: d
 @pytest.mark.parametrize("stream", [False, True])
 def test_choices_of_a_prompt_have_seeds_in_a_row(served: Served, stream: bool) -> None:
     """Keeps out: n equal texts, choices in the order in which they end, and a choice 0 that nobody can repeat."""
-    expected = [reference(served, prompt, **{**SEEDED, "seed": 11 + j}).text for prompt in TEXTS[:2] for j in range(3)]
+    asked = [(prompt, {**SEEDED, "seed": 11 + j}) for prompt in TEXTS[:2] for j in range(3)]
+    expected = [out.text for out in references(served, asked)]
     assert len(set(expected)) > 2, "the prompts don't tell seeds apart"
     answer = served.client().completions.create(model="tiny", prompt=TEXTS[:2], n=3, max_tokens=TOKENS, stream=stream, **SEEDED)
     texts = texts_of_stream(answer) if stream else {choice.index: choice.text for choice in answer.choices}
@@ -75,12 +77,12 @@ def test_the_async_client_shares_the_batch(served: Served) -> None:
             asked = [client.completions.create(model="tiny", prompt=text, max_tokens=TOKENS, temperature=0) for text in TEXTS]
             return [answer.choices[0].text for answer in await asyncio.gather(*asked)]
 
-    assert asyncio.run(ask()) == [reference(served, text).text for text in TEXTS]
+    assert asyncio.run(ask()) == [out.text for out in references(served, [(text, GREEDY) for text in TEXTS])]
 
 
 def test_usage_is_what_the_decoder_counts(served: Served) -> None:
     """Keeps out: usage that counts a prompt once a choice, or drafts that were rejected as accepted."""
-    expected = [reference(served, text) for text in TEXTS[:2]]
+    expected = references(served, [(text, GREEDY) for text in TEXTS[:2]])
     answer = served.client().completions.create(model="tiny", prompt=TEXTS[:2], n=2, max_tokens=TOKENS, temperature=0)
     usage = answer.usage
     assert usage is not None and usage.completion_tokens_details is not None and usage.prompt_tokens_details is not None
@@ -100,7 +102,8 @@ def test_without_speculation_the_text_is_the_same(served: Served) -> None:
     answer = served.client().completions.create(
         model="tiny", prompt=TEXTS[0], max_tokens=TOKENS, temperature=0, extra_body={"speculate": False}
     )
-    assert answer.choices[0].text == reference(served, TEXTS[0]).text
+    (expected,) = references(served, [(TEXTS[0], GREEDY)])
+    assert answer.choices[0].text == expected.text
     assert answer.usage is not None and answer.usage.completion_tokens_details is not None
     assert answer.usage.completion_tokens_details.accepted_prediction_tokens == 0
     assert answer.usage.completion_tokens_details.rejected_prediction_tokens == 0
@@ -110,7 +113,7 @@ def test_without_speculation_the_text_is_the_same(served: Served) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_every_way_to_end(served: Served, stream: bool) -> None:
     """Keeps out: a reason that clients don't know ("eos"), a stop text that is shown, and extensions that do nothing."""
-    whole = reference(served, ENDING, max_tokens=300)
+    (whole,) = references(served, [(ENDING, {"max_tokens": 300})])
     assert whole.finish_reason == "eos", "the prompt has no end within 300 tokens: choose another"
     ways: list[tuple[dict[str, Any], str]] = [
         ({"max_tokens": 300}, "stop"),
@@ -120,10 +123,10 @@ def test_every_way_to_end(served: Served, stream: bool) -> None:
         ({"max_tokens": len(whole.token_ids) + 3, "extra_body": {"ignore_eos": True}}, "length"),
         ({"max_tokens": 5}, "length"),
     ]
-    for ask, reason in ways:
-        sampling = {**ask, **ask.get("extra_body", {})}
+    own = [{**ask, **ask.get("extra_body", {})} for ask, _ in ways]
+    for sampling in own:
         sampling.pop("extra_body", None)
-        expected = reference(served, ENDING, **sampling)
+    for (ask, reason), expected in zip(ways, references(served, [(ENDING, sampling) for sampling in own]), strict=True):
         answer = served.client().completions.create(model="tiny", prompt=ENDING, temperature=0, stream=stream, **ask)
         chunks = list(answer) if stream else [answer]
         assert "".join(chunk.choices[0].text for chunk in chunks) == expected.text, ask

@@ -30,7 +30,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.slow_cases(keep=2)
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: next(iter(options)))
 def test_an_option_is_the_decoder_s(served: Served, options: dict[str, Any]) -> None:
     """Keeps out: a field that is taken and not handed on."""

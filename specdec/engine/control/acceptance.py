@@ -17,17 +17,7 @@ from operator import mul
 from typing import NamedTuple
 
 from specdec.config import SpecConfig
-from specdec.engine.control.path_rates import (
-    DOUBT,
-    FIRST,
-    GUESS_WEIGHT,
-    MAX_PROBABILITY,
-    MEMORY,
-    MEMORY_ROUNDS,
-    NEIGHBOUR_WEIGHT,
-    PathRates,
-    known_depths,
-)
+from specdec.engine.control.path_rates import DOUBT, FIRST, LevelRates, PathRates, known_depths
 
 # The last rounds are also kept apart, in blocks of at least so many observations and two rounds.  If the last blocks together
 # are more than so many standard deviations from what older rounds promise, and there are so many observations of both at least,
@@ -74,11 +64,10 @@ class LevelSums(NamedTuple):
     accepted: list[int]
 
 
-class Acceptance:
+class Acceptance(LevelRates):
     """Estimates for the levels 1 to `levels`; entry d of a list is for level d + 1.
 
-    reached, accepted: fading counts of rows whose drafts reached a level, and of those accepted there, as a chain's would have
-        been.
+    Its counts and rates are those of drafts that a chain would have had.
     branching: of all trees; and of each shape, where it has run.
     first_guess: what the first level is assumed to accept; None: nobody has looked at the drafter.
     depths: how deep paths of other sources reach; 0: there are none.  first_match: what their first token is assumed to accept.
@@ -87,9 +76,8 @@ class Acceptance:
     def __init__(
         self, levels: int, first_guess: float | None = None, depths: int = 0, first_match: float = FIRST
     ) -> None:  # fmt: skip
+        super().__init__(levels, FIRST_GUESS if first_guess is None else first_guess, FIRST_WEIGHT)
         self.matches = PathRates(depths, first_match)
-        self.first_guess = FIRST_GUESS if first_guess is None else first_guess
-        self.reached, self.accepted = [0.0] * levels, [0.0] * levels
         self._sums = LevelSums([0] * levels, [0] * levels)  # of all rounds, none of them forgotten
         self._marks = deque([self._copied()], maxlen=WINDOWS[-1] + 1)  # these, at the ends of the last blocks
         self._since = 0  # observations since the last of them
@@ -97,28 +85,13 @@ class Acceptance:
         self._own = dict[SpecConfig, Branching]()
         self._kept = dict[SpecConfig | None, tuple[float, float]]()  # what trees accepted and promised; None: all of them
 
-    def of_chain(self, levels: int, known: int | None = None) -> list[float]:
-        """The probability with which each level of a chain is accepted, given that the one above it was.
-
-        known: levels below this one are taken as high as they may well be; None: no level is.
-        """
-        found, guess = list[float](), self.first_guess
-        for level, (reached, accepted) in enumerate(zip(self.reached[:levels], self.accepted[:levels], strict=True)):
-            weight = reached + (GUESS_WEIGHT if level else FIRST_WEIGHT)
-            own = (accepted + (weight - reached) * guess) / weight
-            guess = (accepted + NEIGHBOUR_WEIGHT * guess) / (reached + NEIGHBOUR_WEIGHT) if level else own
-            if known is not None and level >= known:
-                own = min(MAX_PROBABILITY, own + DOUBT * math.sqrt(own * (1 - own) / weight))
-            found.append(own)
-        return found
-
     def accept_lengths(self, shapes: Sequence[SpecConfig | None], runs: SpecConfig | None = None) -> list[float]:
         """The tokens that a round of each shape emits in a row that speculates, the bonus token included.
 
         shapes: None is a round of no levels.  runs: the shape that runs; what its rounds do not tell is taken to be as good as
         it may well be, so that other shapes are tried.  None: everything is taken as it is expected to be.
         """
-        chain = self.of_chain(len(self.reached), runs.max_steps if runs else None)
+        chain = self.rates(len(self.reached), runs.max_steps if runs else None)
         of_chains = _tokens(chain)
         doubts = runs is not None and runs.topk == 1
         found = list[float]()
@@ -144,7 +117,6 @@ class Acceptance:
         chain would have drafted.  None for a chain.  matched: see PathRates.observe; None where there are no other sources.
         """
         rows = len(accepted) / rounds
-        fade = math.exp(-len(accepted) / max(MEMORY, MEMORY_ROUNDS * rows))
         if not shape.is_chain:
             self._check(shape, accepted)
         if matched is not None:
@@ -153,6 +125,7 @@ class Acceptance:
         best = [(min(a, S), min(length, S)) for a, length in best] if best is not None else [(a, S) for a in accepted]
         levels = len(self.reached)
         refused, rescued, ended = [0] * (levels + 1), [0] * levels, [0] * (levels + 1)
+        tried, taken = [0] * levels, [0] * levels
         for a, (first, length) in zip(accepted, best, strict=True):
             if first == length:
                 ended[first] += 1
@@ -161,13 +134,11 @@ class Acceptance:
                 rescued[first] += a > first
         reached = len(accepted)
         for level in range(levels):
-            reached -= ended[level]
-            taken = reached - refused[level]
-            self.reached[level] = self.reached[level] * fade + reached
-            self.accepted[level] = self.accepted[level] * fade + taken
-            self._sums.reached[level] += reached
-            self._sums.accepted[level] += taken
-            reached = taken
+            tried[level] = reached - ended[level]
+            taken[level] = reached = tried[level] - refused[level]
+            self._sums.reached[level] += tried[level]
+            self._sums.accepted[level] += taken[level]
+        self.add(tried, taken, len(accepted), rounds)
         self._since += len(accepted)
         if self._since >= max(BLOCK, 2 * rows):
             self._since = 0
@@ -176,7 +147,7 @@ class Acceptance:
         self._age(len(accepted), rows)
         if x := width(shape):
             own = self._own.setdefault(shape, Branching(self.branching.value))
-            chain = self.of_chain(levels)
+            chain = self.rates(levels)
             for each in (own, self.branching):
                 each.learn(x, chain, refused[:levels], rescued)
 
@@ -190,7 +161,7 @@ class Acceptance:
 
     def _check(self, shape: SpecConfig, accepted: Sequence[int]) -> None:
         """Records what rounds with a tree accepted, beside what they were expected to."""
-        promised = len(accepted) * (self._expected(shape, self.of_chain(shape.max_steps)) - 1)
+        promised = len(accepted) * (self._expected(shape, self.rates(shape.max_steps)) - 1)
         for name in (shape, None):
             got, before = self._kept.get(name, (0.0, 0.0))
             self._kept[name] = got + sum(accepted), before + promised

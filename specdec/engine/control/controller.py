@@ -233,7 +233,7 @@ class Controller:
         rates = self.rates(size, share, [shape for shape in self.all if shape != best])
         second = max(rates, key=lambda shape: rates[shape])
         acceptance = self._acceptance(size)
-        levels = " ".join(f"{probability:.2f}" for probability in acceptance.of_chain(5))
+        levels = " ".join(f"{probability:.2f}" for probability in acceptance.rates(5))
         if not acceptance.reached[0]:
             source = "by the look at the drafter" if self.has_looked else "as is assumed"
             levels += f", {source}: no round has drafted yet"

@@ -27,12 +27,45 @@ FIRST, NEXT = 0.25, 0.85  # what the first token of a path is assumed to accept,
 PREDICTED = 0.75  # the first, where requests bring predictions
 
 
-class PathRates:
-    """Fading counts of rows whose texts reached a depth along such a path, and of those that went on there."""
+class LevelRates:
+    """reached, accepted: fading counts of rows that reached each level, and of those that went on there.
+
+    first: what the first level is assumed to accept, which is worth so many observations (`weight`).  next: what the second
+    one is; None: what the first has shown.
+    """
+
+    def __init__(self, levels: int, first: float, weight: float = GUESS_WEIGHT, next: float | None = None) -> None:
+        self.first, self.weight, self.next = first, weight, next
+        self.reached, self.accepted = [0.0] * levels, [0.0] * levels
+
+    def add(self, reached: Sequence[int], accepted: Sequence[int], rows: int, rounds: int) -> None:
+        """Counts of so many rounds, which had so many rows together."""
+        fade = math.exp(-rows / max(MEMORY, MEMORY_ROUNDS * rows / rounds))
+        self.reached = [before * fade + more for before, more in zip(self.reached, reached, strict=True)]
+        self.accepted = [before * fade + more for before, more in zip(self.accepted, accepted, strict=True)]
+
+    def rates(self, levels: int, known: int | None = None) -> list[float]:
+        """The probability with which each level is accepted, given that the one above it was.
+
+        known: levels below this one are taken as high as they may well be; None: no level is.
+        """
+        found, guess, worth = list[float](), self.first, self.weight
+        for level, (reached, accepted) in enumerate(zip(self.reached[:levels], self.accepted[:levels], strict=True)):
+            weight = reached + worth
+            rate = (accepted + worth * guess) / weight
+            shown = (accepted + NEIGHBOUR_WEIGHT * guess) / (reached + NEIGHBOUR_WEIGHT) if level else self.next
+            guess, worth = rate if shown is None else shown, GUESS_WEIGHT
+            if known is not None and level >= known:
+                rate = min(MAX_PROBABILITY, rate + DOUBT * math.sqrt(rate * (1 - rate) / weight))
+            found.append(rate)
+        return found
+
+
+class PathRates(LevelRates):
+    """Of texts that went along such paths, by depth."""
 
     def __init__(self, levels: int, first: float = FIRST) -> None:
-        self.first = first
-        self.reached, self.accepted = [0.0] * levels, [0.0] * levels
+        super().__init__(levels, first, next=NEXT)
 
     def observe(self, shape: SpecConfig, matched: Sequence[int], rounds: int = 1) -> None:
         """matched: for each row that speculates, how many tokens from the root on such paths had right, in so many rounds.
@@ -40,27 +73,11 @@ class PathRates:
         A path that was right as deep as the shape's reach tells nothing of what is deeper.  Nor does a tree without spare nodes
         tell of paths: its few nodes may all be the drafter's.  What is known grows old meanwhile.
         """
-        fade = math.exp(-len(matched) / max(MEMORY, MEMORY_ROUNDS * len(matched) / rounds))
         room = min(shape.levels, shape.num_draft_tokens - 1) if shape.spare_nodes else 0
-        for depth in range(len(self.reached)):
-            right = sum(count > depth for count in matched)
-            tried = sum(count >= depth for count in matched) if depth < room else 0
-            self.reached[depth] = self.reached[depth] * fade + tried
-            self.accepted[depth] = self.accepted[depth] * fade + (right if depth < room else 0)
-
-    def rates(self, depths: int, known: int | None = None) -> list[float]:
-        """The probability at each depth that a path goes on being right.  known: depths below it are taken as high as they may
-        well be; None: none is.
-        """
-        found, guess = list[float](), self.first
-        for depth, (reached, accepted) in enumerate(zip(self.reached[:depths], self.accepted[:depths], strict=True)):
-            weight = reached + GUESS_WEIGHT
-            rate = (accepted + GUESS_WEIGHT * guess) / weight
-            guess = NEXT if depth == 0 else (accepted + NEIGHBOUR_WEIGHT * guess) / (reached + NEIGHBOUR_WEIGHT)
-            if known is not None and depth >= known:
-                rate = min(MAX_PROBABILITY, rate + DOUBT * math.sqrt(rate * (1 - rate) / weight))
-            found.append(rate)
-        return found
+        tried, right = [0] * len(self.reached), [0] * len(self.reached)
+        for depth in range(min(room, len(self.reached))):
+            tried[depth], right[depth] = sum(count >= depth for count in matched), sum(count > depth for count in matched)
+        self.add(tried, right, len(matched), rounds)
 
     def joined(self, chain: Sequence[float], shape: SpecConfig, known: int | None = None) -> float:
         """Tokens of a round, the bonus token included.  chain: how likely the levels of the drafter are, by level."""

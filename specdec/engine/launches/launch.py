@@ -28,6 +28,14 @@ class Planned:
         """For how many rows or parts the runner says what they emit."""
         return self.step.rows if isinstance(self.step, RunRound) else len(self.step.parts)
 
+    def told(self, emitted: Sequence[Emitted]) -> list[Emitted]:
+        """Of the rows of a round, those that tell how far drafts are right: where a text halts, its path is cut, which refuses
+        no draft.
+        """
+        halts = self.step.needs.halts
+        rows = zip(emitted, self.speculates, strict=False)
+        return [row for row, drafts in rows if drafts and row.tokens and not (halts and row.halted)]
+
 
 @dataclass(frozen=True)
 class Launch:

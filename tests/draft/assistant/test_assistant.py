@@ -30,6 +30,7 @@ SCORES = [  # target, drafter, shape, page size, batch, whether prompts are cach
 ]
 
 
+@pytest.mark.slow_cases(keep=2)
 @pytest.mark.parametrize(("target", "drafter", "shape", "page_size", "batch", "is_known"), SCORES, ids=str)
 def test_every_node_equals_its_own_path(
     zoo: Zoo, monkeypatch: pytest.MonkeyPatch, target: str, drafter: str, shape: tuple[int, int, int], page_size: int,

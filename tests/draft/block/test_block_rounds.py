@@ -126,6 +126,7 @@ def stop(alone: AlonePath, path: tuple[int, ...]) -> float:
     return STOPPED if sure < STOP_BELOW else 0.0
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("head", ["p-eagle", "dflash-pruned", "dflash2", "dspark"])
 def test_ranks_share_a_head(zoo: Zoo, head: str) -> None:
     """Keeps out: terms of a rank that are not added up, a vocabulary's run taken for the whole; caches hold NaN where nothing

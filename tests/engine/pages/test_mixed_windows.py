@@ -52,7 +52,7 @@ PAIRS = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow_cases(keep=2)
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
     ("target", "head", "spec", "page_size", "depth"),
     [(*PAIRS[index], depth) for index, depth in ((0, 1), (1, 0), (2, 0), (3, 1), (4, 1))],
@@ -95,7 +95,7 @@ def test_unlike_heads(zoo: Zoo, target: str, spec: SpecConfig, page_size: int) -
     driver.assert_nothing_leaked()
 
 
-@pytest.mark.slow_cases
+@pytest.mark.slow_cases(keep=0)
 @pytest.mark.parametrize(
     ("target", "spec", "page_size", "settings"),
     [
@@ -128,7 +128,7 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> Families:
     return Families(tmp_path_factory.mktemp("families"))
 
 
-@pytest.mark.slow_cases
+@pytest.mark.slow_cases(keep=0)
 @pytest.mark.parametrize(
     ("name", "page_size", "spec"),
     [
@@ -253,7 +253,7 @@ def test_a_copy_that_was_not_made_is_not_found(zoo: Zoo) -> None:
     driver.assert_nothing_leaked()
 
 
-@pytest.mark.slow_cases
+@pytest.mark.slow_cases(keep=0)
 @pytest.mark.parametrize("kept", ["int8", "fp8"])
 def test_8_bit_caches_in_two_groups(zoo: Zoo, kept: str) -> None:
     """Keeps out: scales that stay behind when a page is copied or a path is moved."""

@@ -146,7 +146,7 @@ def windowed(zoo: Zoo, spec: SpecConfig | None, page_size: int, **settings: obje
     return zoo.decoder("mistral", kind, spec, page_size=page_size, max_seq_len=240, **{"max_batch_size": 3, **settings})
 
 
-@pytest.mark.slow_cases
+@pytest.mark.slow_cases(keep=0)
 @pytest.mark.slow
 @pytest.mark.usefixtures("short_passes")
 @pytest.mark.parametrize(

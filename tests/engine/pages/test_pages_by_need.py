@@ -71,6 +71,7 @@ def arrivals(rng: random.Random, admission: Admission, count: int) -> Iterator[R
         yield new_request(prompt, rng.choice([1, left, left, rng.randint(1, left)]), speculate=rng.random() < 0.8)
 
 
+@pytest.mark.slow_cases(keep=2)
 @pytest.mark.parametrize("caching", [False, True])
 @pytest.mark.parametrize("kinds", [[LayerKind()], [LayerKind(), WINDOW], [WINDOW]], ids=["all keys", "two groups", "a ring"])
 def test_random_traffic_in_a_tiny_pool(kinds: list[LayerKind], caching: bool, monkeypatch: pytest.MonkeyPatch) -> None:

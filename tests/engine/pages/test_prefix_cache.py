@@ -308,7 +308,7 @@ def test_a_pause_leaves_no_hole(zoo: Zoo) -> None:
     assert decoder.generate(follow, sampling)[0].stats.cached_tokens == (len(follow) - 1) // 4 * 4
 
 
-@pytest.mark.slow_cases
+@pytest.mark.slow_cases(keep=0)
 @pytest.mark.slow
 def test_200_requests_some_cancelled_some_failing(zoo: Zoo, decoder: SpecDecoder) -> None:
     """In a pool that is always full: every request that is left alone writes what it writes alone."""

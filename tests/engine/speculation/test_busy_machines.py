@@ -113,7 +113,7 @@ def test_what_the_look_saw_is_the_first_guess(looks: bool) -> None:
         seen, controller = decoder.settings.first_accepted, speculation(decoder.head, decoder.settings).controller
         assert controller is not None
         assert (seen is not None) == looks and (seen is None or 0.5 < seen < 0.9)
-        assert controller.acceptance.first_guess == (FIRST_GUESS if seen is None else seen)
+        assert controller.acceptance.first == (FIRST_GUESS if seen is None else seen)
 
 
 def test_the_reason_is_that_of_the_next_round() -> None:

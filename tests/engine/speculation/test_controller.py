@@ -254,7 +254,7 @@ def test_what_was_long_ago_counts_little() -> None:
     for shares, times in (((18, 18, 18), 100), ((18, 18, 17), 20)):  # of 20 rows
         for share in shares * times:
             acceptance.observe(shape, [1] * share + [0] * (20 - share))
-    assert acceptance.of_chain(1)[0] == pytest.approx(53 / 60, abs=0.006)
+    assert acceptance.rates(1)[0] == pytest.approx(53 / 60, abs=0.006)
 
 
 def test_a_disturbed_measurement_is_outlived() -> None:
@@ -344,7 +344,7 @@ def test_a_level_that_was_not_asked_for_is_not_counted_as_refused() -> None:
     acceptance = Acceptance(4)
     for _ in range(50):
         acceptance.observe(SpecConfig(3, 2, 8), [1], [(1, 1)])
-    assert acceptance.of_chain(2)[0] > 0.9 and acceptance.reached[1] == 0
+    assert acceptance.rates(2)[0] > 0.9 and acceptance.reached[1] == 0
 
 
 def test_the_reason_names_what_runs() -> None:

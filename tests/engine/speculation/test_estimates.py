@@ -10,7 +10,10 @@ from specdec.engine.control.acceptance import MAX_BRANCHING, Acceptance, Branchi
 from specdec.engine.control.controller import JUDGE_EVERY, MIN_WAIT, Controller, RoundSize
 from specdec.engine.control.costs import Costs
 from specdec.engine.control.path_rates import MEMORY_ROUNDS
+from specdec.engine.launches.launch import Planned
+from specdec.generation import Emitted
 from specdec.limits import MAX_PAUSE
+from specdec.steps import Needs, RunRound
 
 CHAIN, LONG, TREE, WIDE = SpecConfig(2, 1, 3), SpecConfig(5, 1, 6), SpecConfig(2, 2, 6), SpecConfig(2, 4, 11)
 
@@ -110,3 +113,11 @@ def test_no_look_costs_more_than_a_few_rounds() -> None:
         controller.observe(size, shape, 1.0 if shape is None else 10.0, [] if shape is None else [0])
         looks += shape is not None and number > 50
     assert not looks
+
+
+def test_a_path_that_a_halt_cut_refuses_nothing() -> None:
+    """Keeps out: drafts that look worse the more often texts meet a mark, at which a round without masks ends their paths."""
+    cut, whole, none = Emitted([1, 2], halted=True), Emitted([1, 2, 3]), Emitted([])
+    for needs, told in ((Needs.of("waits"), [whole]), (Needs.of("waits", "grammar"), [cut, whole]), (Needs(), [cut, whole])):
+        planned = Planned(RunRound(4, "speculative", CHAIN, needs), [None] * 4, (True, True, True, False))
+        assert planned.told([cut, whole, none, whole]) == told

@@ -24,7 +24,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return target, save_eagle3(target.parent / "head", target)
 
 
-@pytest.mark.slow_cases(keep=2)
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("spec", [None, SpecConfig(3, 2, 6)], ids=["plain", "tree"])
 @pytest.mark.parametrize("name", list(RULES))
 def test_rounds_tell_a_row_nothing_before_its_prompt_is_complete(

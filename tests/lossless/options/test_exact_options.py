@@ -74,7 +74,7 @@ def bad_phrases(decoder: SpecDecoder, prompts: list[list[int]]) -> list[list[int
     return [out.token_ids[at : at + 2 + at % 3] for out in outputs for at in (0, 4, 9)]
 
 
-@pytest.mark.slow_cases(keep=2)
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("name", [*OPTIONS, "phrases", "all"])
 def test_greedy_text_equals_transformers(zoo: Zoo, decoder: SpecDecoder, name: str) -> None:
     """Keeps out: an option that only the bonus token obeys; counts that miss path or prompt; another order of options."""

@@ -77,12 +77,13 @@ def spelled(tokens: Sequence[int]) -> str:
 def requests(decoder: SpecDecoder, seed: int) -> list[Asked]:
     """Free rows, rows under a grammar, and rows that wait for what they will write somewhere, or for what never comes."""
     draw, found = random.Random(seed), list[Asked]()
-    for number in range(6):
-        prompt = [draw.randrange(V - 1) for _ in range(draw.randrange(3, 9))]
-        sampled = {} if number % 2 else {"temperature": 1.0, "seed": number, "top_p": 0.95}
-        params = replace(HELD, **sampled)
-        free = SamplingParams(max_tokens=16, **sampled)
-        text = spelled(decoder.generate(prompt, free, speculate=False)[0].token_ids)
+    prompts = [[draw.randrange(V - 1) for _ in range(draw.randrange(3, 9))] for _ in range(6)]
+    sampled: list[dict[str, Any]] = [
+        {} if number % 2 else {"temperature": 1.0, "seed": number, "top_p": 0.95} for number in range(6)
+    ]
+    free = decoder.generate(prompts, [SamplingParams(max_tokens=16, **each) for each in sampled], speculate=False)
+    for number, (prompt, out) in enumerate(zip(prompts, free, strict=True)):
+        params, text = replace(HELD, **sampled[number]), spelled(out.token_ids)
         begin = draw.choice([0, 1, draw.randrange(12), draw.randrange(12), len(text) - 1])
         mark = text[begin : begin + draw.randrange(1, 4)] or "zzz"
         waits = [
@@ -99,7 +100,7 @@ def requests(decoder: SpecDecoder, seed: int) -> list[Asked]:
     return found
 
 
-@pytest.mark.slow_cases(keep=2)
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(("target", "draft", "shape"), KINDS, ids=str)
 def test_texts_are_those_of_rounds_with_masks(zoo: Zoo, tmp_path: Path, target: str, draft: str, shape: Any, seed: int) -> None:
@@ -124,10 +125,10 @@ def test_captures_and_replays_change_nothing(
 ) -> None:
     """Keeps out: a warm-up that leads a text on, or the place that it follows; a graph that rounds of other needs share, or
     that reads what only its own capture has made.  All of it would show on GPUs alone."""
-    found, replays = [], Replays()
+    found, replays, each = [], Replays(), list[Asked]()
     for graphs in (None, WarmUps([]), replays):
         decoder = load(zoo, tmp_path, target, draft, shape)
-        driver, each = Driver(decoder), requests(decoder, seed=1)
+        driver, each = Driver(decoder), each or requests(decoder, seed=1)
         waiting = [asked for asked in each if asked.wait is not None]
         if graphs is not None:
             driver.use_graphs(graphs, whole)
@@ -191,8 +192,9 @@ def test_what_else_rows_ask_for_stays_the_same(zoo: Zoo, tmp_path: Path) -> None
         dict(temperature=0.9, seed=6, top_k=5, bad_words=[[1], [2, 3]]),
     ]
     each = []
-    for number, (prompt, options) in enumerate(zip(prompts, more, strict=True)):
-        text = spelled(decoder.generate(prompt, SamplingParams(max_tokens=20, **options))[0].token_ids)
+    free = decoder.generate(prompts, [SamplingParams(max_tokens=20, **options) for options in more])
+    for number, (prompt, options, out) in enumerate(zip(prompts, more, free, strict=True)):
+        text = spelled(out.token_ids)
         wait = Wait(Thought("yyy", text[6:8], is_open=True)) if number % 2 else Wait(None, (text[6:7],))
         each.append(Asked(prompt, replace(HELD, max_tokens=30, **options), wait))
     expected = decoder.run([request_of(decoder, asked, speculate=False, masked=True) for asked in each])

@@ -66,6 +66,7 @@ def hold_sums(whole: MixtureOfExperts, ranks: list[MixtureOfExperts]) -> None:
         torch.testing.assert_close(got, want, atol=1e-6 * float(want.abs().max()), rtol=1e-5)
 
 
+@pytest.mark.slow_cases(keep=2)
 @pytest.mark.parametrize("scheme", ["", "deepseek fp8", "w8a16 g0 asym", "w4a16 g32 asym", "gptq4 v1", "awq", "nvfp4", "mxfp4"])
 def test_ranks_add_up_to_the_whole(tmp_path: Path, scheme: str) -> None:
     """Keeps out: an expert under another one's number or scales, one that two ranks have, a rank that no experts break."""

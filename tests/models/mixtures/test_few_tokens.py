@@ -83,6 +83,7 @@ def launched(launches: Counter[str]) -> list[int]:
     return [sum(launches[name] for name in names) for names in LAUNCHES]
 
 
+@pytest.mark.slow_cases(keep=2)
 @interpreted
 @pytest.mark.parametrize("name", MIXTURES)
 @torch.inference_mode()

@@ -34,6 +34,7 @@ def read(folder: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any])
     return rows.dense(torch.float32)
 
 
+@pytest.mark.slow_cases(keep=2)
 @pytest.mark.parametrize(
     "preset", ["FP8", "FP8_DYNAMIC", "FP8_BLOCK", "W4A16", "W4A16_ASYM", "W8A16", "NVFP4A16", "NVFP4", "MXFP4A16", "MXFP4"]
 )

@@ -41,6 +41,7 @@ def logits(model: CausalLM) -> Tensor:
     return model.logits(model(ids_T, torch.arange(T), attn, (0,), torch.arange(1, T)).hidden_TH)
 
 
+@pytest.mark.slow_cases(keep=2)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", NAMES)
 def test_ranks_compute_the_whole_model(zoo: Zoo, name: str, size: int) -> None:

@@ -47,6 +47,7 @@ def check(name: str, folder: Path, **more: Any) -> None:
     assert_texts(model, ids[0].tolist(), out.token_ids)
 
 
+@pytest.mark.slow_cases(keep=2)
 @pytest.mark.parametrize("name", USUAL)
 def test_texts_are_the_wrapper_s_own(tmp_path: Path, name: str) -> None:
     check(name, tmp_path)
@@ -58,6 +59,7 @@ def test_texts_are_the_wrapper_s_own_of_others(tmp_path: Path, name: str) -> Non
     check(name, tmp_path)
 
 
+@pytest.mark.slow_cases(keep=2)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_names_are_the_same_model(tmp_path: Path, name: str) -> None:
     """Keeps out: experts that lie by columns read by rows, flat configs, names of older files that are left over."""

@@ -33,6 +33,7 @@ def close(got: Tensor, want: Tensor) -> bool:
     return torch.allclose(got, want, atol=1e-9, rtol=1e-9)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("seed", range(4))
 def test_nodes_and_commits(seed: int) -> None:
     """Keeps out: a node that sees a node beside its path, a path added twice or not at all, a number that another sequence

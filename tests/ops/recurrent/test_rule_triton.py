@@ -20,6 +20,7 @@ def on_device(gates: Gates) -> Gates:
     return Gates(*(each.to(DEVICE) for each in gates.tensors), gates.most)
 
 
+@pytest.mark.slow_cases(keep=3)
 @pytest.mark.parametrize(
     ("sizes", "nodes", "kind", "before", "dtype"),
     [
@@ -53,6 +54,7 @@ def test_trees_equal_the_definition(sizes: Sizes, nodes: int, kind: str, before:
     equal_memory(layer, now.layer, 1e-5)
 
 
+@pytest.mark.slow_cases(keep=2)
 @pytest.mark.parametrize("nodes", [8, 20])
 @pytest.mark.parametrize("broken", ["query", "key", "value", "decay", "strength"])
 def test_a_broken_node_reaches_those_below_it_alone(broken: str, nodes: int) -> None:

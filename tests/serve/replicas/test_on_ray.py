@@ -20,7 +20,7 @@ from specdec import SamplingParams, SpecDecoder
 
 pytestmark = pytest.mark.slow
 PROMPTS = ["Once upon a time", "The little dog", "The sun", "One day", "A bear", "Tom", "Lily", "In the garden"]
-LONG: dict[str, Any] = {"max_tokens": 300, "temperature": 0, "extra_body": {"ignore_eos": True}}
+LONG: dict[str, Any] = {"max_tokens": 150, "temperature": 0, "extra_body": {"ignore_eos": True}}
 
 
 @pytest.fixture(scope="module")

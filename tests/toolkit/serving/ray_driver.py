@@ -23,7 +23,7 @@ from specdec.serve.replicas import application, replica
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "ray_serve.py"
 APPLICATION = "tested"
-SLOW, ROUND_SECONDS = "slow", 0.5  # a file in FOLDER; while it is there, every round takes so long
+SLOW, ROUND_SECONDS = "slow", 1.0  # a file in FOLDER; while it is there, every round takes so long
 
 
 def main(folder: str, port: str, prefix: str, *given: str) -> None:

@@ -18,6 +18,11 @@ def turn_of_day(seconds: float | None = None) -> int:
     return int((time.time() if seconds is None else seconds) // SECONDS_A_DAY) % TURNS
 
 
+def all_take_turns(kept: int, later: int) -> bool:
+    """Whether those of a test that every run would have take turns like its later ones: each day has as many without them."""
+    return kept > 0 and later >= kept * TURNS
+
+
 def at_its_turn(test: str, cases: Sequence[Case], turn: int) -> list[Case]:
     """Of the cases of a test those of that turn, in their order.
 

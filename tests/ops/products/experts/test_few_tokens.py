@@ -69,6 +69,7 @@ def kind_of(experts: Experts) -> ExpertsKind:
     return "dense" if isinstance(experts, DenseExperts) else experts.gate_up.kind
 
 
+@pytest.mark.slow_cases(keep=6)
 @pytest.mark.parametrize(("name", "T", "splits", "slices"), CASES)
 def test_a_mixture_equals_its_definition(
     name: str, T: int, splits: int, slices: int, monkeypatch: pytest.MonkeyPatch
@@ -110,6 +111,7 @@ def test_shared_experts_and_experts_elsewhere(T: int) -> None:
     assert (plain.double() - want - shared.double()).norm() < NEAR * scale
 
 
+@pytest.mark.slow_cases(keep=2)
 @pytest.mark.parametrize(
     ("name", "T", "R", "weighed"),
     [

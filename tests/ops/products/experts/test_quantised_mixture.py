@@ -60,6 +60,7 @@ def test_numbers_are_those_of_single_matrices() -> None:
     assert torch.equal(dequantise_stack(powers, torch.float64).flatten(0, 1), dequantise(plain, torch.float64))
 
 
+@pytest.mark.slow_cases(keep=3)
 @pytest.mark.parametrize("sorts", [False, True], ids=["read", "sorted"])
 @pytest.mark.parametrize("name", [*FORMS, "fp8 rows relu2", "mxfp4 relu2"])
 def test_a_mixture_equals_its_definition(name: str, sorts: bool) -> None:

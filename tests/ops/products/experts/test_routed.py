@@ -48,6 +48,7 @@ def wanted(x: torch.Tensor, router: RouterWeights, rule: RouterRule, E: int) -> 
     return *choose(chosen, rule, correction), logits[:, E:].sigmoid()
 
 
+@pytest.mark.slow_cases(keep=6)
 @pytest.mark.parametrize(("T", "gated", "tiles"), [(5, True, TILES), (1, False, TILES), (21, True, MANY), (16, False, MANY)])
 @pytest.mark.parametrize("name", RULES)
 def test_one_launch_chooses_as_the_definition(

@@ -33,6 +33,7 @@ def equal_memory(got: RuleStates, want: RuleStates, tolerance: float) -> None:
         torch.testing.assert_close(ours.cpu()[own], theirs[own], atol=tolerance, rtol=tolerance, equal_nan=True)
 
 
+@pytest.mark.slow_cases(keep=3)
 @pytest.mark.parametrize(
     ("sizes", "nodes", "kind", "before", "dtype"),
     [
@@ -62,6 +63,7 @@ def test_trees_equal_the_definition(sizes: KimiWidths, nodes: int, kind: str, be
     equal_memory(memory, now.memory, 1e-5)
 
 
+@pytest.mark.slow_cases(keep=3)
 @pytest.mark.parametrize(("nodes", "chain"), [(8, False), (20, False), (20, True)])
 @pytest.mark.parametrize("broken", ["query", "key", "value", "decay", "strength"])
 def test_a_broken_node_reaches_those_below_it_alone(broken: str, nodes: int, chain: bool) -> None:

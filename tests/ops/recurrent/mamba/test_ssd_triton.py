@@ -18,6 +18,7 @@ WIDE = Sizes(G=1, H=2, K=128, V=16)
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
 
 
+@pytest.mark.slow_cases(keep=3)
 @pytest.mark.parametrize(
     ("sizes", "nodes", "kind", "before", "dtype"),
     [
