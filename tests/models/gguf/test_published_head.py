@@ -1,4 +1,4 @@
-"""The head that this repository publishes for a real model, examples/heads: it drafts for that model, and its card is true of it."""
+"""The head that this repository publishes for a real model (examples/heads) drafts for it, and its card is true of it."""
 
 from pathlib import Path
 
