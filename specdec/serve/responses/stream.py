@@ -11,7 +11,6 @@ from specdec.chat.said import Said
 from specdec.generation import Chunk, FinishReason, Generation
 from specdec.serve.responses.output import ResponseHeading, call_item, message_item, thought_item
 from specdec.serve.responses.tools import called, namespaces_of
-from specdec.serve.wire.answers import shown
 from specdec.serve.wire.errors import ApiError
 from specdec.serve.wire.logprobs import Piece, chat_logprobs
 from specdec.serve.wire.requests import RequestPlan
@@ -35,7 +34,7 @@ class ResponseWriter:
         events = b"" if self._number else self._begin()
         new = chat_logprobs(chunk.logprobs, self._piece)["content"] if chunk.logprobs else []
         self._logprobs += new
-        text = shown(chunk, self._plan).text
+        text = chunk.text
         said = self._reader.feed(text) if self._reader else [Said("content", text)] if text else []
         return events + b"".join(self._write(each, new) for each in said)
 
