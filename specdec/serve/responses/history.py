@@ -75,10 +75,8 @@ class _History:
             kinds = "message, reasoning, function_call, function_call_output"
             kept = ""
             if kind == "item_reference":  # the AI SDK sends these, unless it is told to store nothing
-                kept = (
-                    "; this server keeps no items, nearest thing that works: store=false, with which clients send them whole "
-                )
-                kept += "(AI SDK: providerOptions: {openai: {store: false}}, or openai.chat(MODEL))"
+                kept = "; this server keeps no items, nearest thing that works: store=false, with which clients send them whole"
+                kept += " (AI SDK: providerOptions: {openai: {store: false}}, or openai.chat(MODEL))"
             raise wrong(f"{name}.type", f"{name}.type must be one of {kinds}, got {shown(kind)}{kept}")
 
     def _call(self, told: dict[str, Any]) -> None:
