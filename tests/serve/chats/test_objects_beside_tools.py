@@ -82,8 +82,8 @@ def test_a_chat_calls_and_then_writes_the_object(agent: Served, stream: bool) ->
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_response_calls_and_then_writes_the_object(agent: Served, stream: bool) -> None:
-    """Keeps out: the same at the endpoint that the package takes by itself; a loop that forgets what the model thought before it
-    called a tool, because its client brings back `encrypted_content` alone; a changed one that is an error or a text."""
+    """Keeps out: the same at the endpoint that the package takes by itself; a loop that forgets what the model thought before
+    it called a tool, because its client brings back `encrypted_content` alone; a changed one that is an error or a text."""
     tool = {"type": "function", "name": "weather", "description": "w", "parameters": SCHEMA}
     form = {"format": {"type": "json_schema", "strict": True, "name": "response", "schema": SCHEMA}}
     body = {
