@@ -80,7 +80,7 @@ def _zero_or_some(name: str, value: Any, zero: str) -> float:
 class SamplingParams:
     """How one request is sampled and when it ends.
 
-    max_tokens: the most tokens to generate.
+    max_tokens: the most tokens to generate; 0, with prompt_logprobs, asks for the prompt alone.
     temperature: 0 is greedy; top_p, top_k, min_p, top_n_sigma and seed then change nothing.
     seed: equal seeds give equal text, whatever the batch and the draft; None draws one.
     stop: strings that end the text.  stop_token_ids: ids that end it, besides the model's own EOS.  Neither is part of the
@@ -114,7 +114,7 @@ class SamplingParams:
     n: generations of each prompt; the one of number j, from 0 on, has the seed + j.  Greedy ones are all equal.
     """
 
-    max_tokens: int = option(128, partial(checks.require_int, low=1))
+    max_tokens: int = option(128, partial(checks.require_int, low=0))
     temperature: float = option(0.0, partial(_zero_or_some, zero="greedy"), column=float, step="sampled", drafted=True)
     top_p: float = option(
         1.0,
@@ -181,6 +181,9 @@ class SamplingParams:
 
     def _faults(self) -> Iterator[tuple[str, str]]:
         """What is wrong with options that are right alone, and the option that is to be named."""
+        if self.max_tokens == 0 and self.prompt_logprobs is None:
+            also = "or prompt_logprobs=0, with which 0 asks for the prompt alone"
+            yield "max_tokens", f"max_tokens must be >= 1, got 0; nearest setting that works: max_tokens=1, {also}"
         if self.min_tokens > (most := self.max_tokens):
             fault = f"min_tokens must be at most max_tokens = {most}, got {self.min_tokens}"
             yield "min_tokens", f"{fault}; nearest setting that works: min_tokens={most}"

@@ -128,9 +128,9 @@ class SpecDecoder(LoadedDecoder):
         """How likely each token of the prompts is after those before it: for each prompt, one TokenLogprob for each of its ids,
         of which the first has none: None.
 
-        prompts, progress: see `generate`; each needs room for one token more.  top: how many likeliest tokens are given too.
+        prompts, progress: see `generate`; each may be max_seq_len long.  top: how many likeliest tokens are given too.
 
-        Errors are those of `generate` with SamplingParams(prompt_logprobs=top), which also generates.
+        Errors are those of `generate` with SamplingParams(0, prompt_logprobs=top), which does the same.
         """
         outputs = self.generate(prompts, scoring(top), speculate=False, progress=progress)
         return [output.prompt_logprobs or [] for output in outputs]
@@ -244,9 +244,9 @@ class SpecDecoder(LoadedDecoder):
 
 
 def scoring(top: Any) -> SamplingParams:
-    """How a prompt is scored: with one token more, which nobody is given.  top: see `SpecDecoder.score`."""
+    """How a prompt is scored: alone.  top: see `SpecDecoder.score`."""
     require_int("top", top, 0, MOST_LOGPROBS)
-    return SamplingParams(1, prompt_logprobs=top)
+    return SamplingParams(0, prompt_logprobs=top)
 
 
 def new_chat(

@@ -78,7 +78,7 @@ class Auditor:
     def take(self, request: Request) -> None:
         """A request has come to its end: its answer is compared if chance says so."""
         options, output = self._settings.options, request.output
-        if not output.token_ids or request.drops_output or self._chance.random() >= options.audit:
+        if not output.token_ids or self._chance.random() >= options.audit:
             return
         if request.num_tokens > options.audit_max_tokens:
             self._totals.audit_skipped["long"] += 1

@@ -43,7 +43,8 @@ class OutputQueue:
             totals.request.add(now - self._submitted)
         if self.request.streaming:
             chunk = self.request.next_chunk()
-            if chunk.token_ids or chunk.text:
+            of_prompt_alone = self.request.output.finish_reason is not None and chunk.prompt_logprobs is not None
+            if chunk.token_ids or chunk.text or of_prompt_alone:
                 self._chunks.append(chunk)
                 has_news = True
         self.is_done = self.request.is_done  # after the last chunk was put: whoever sees it finds that chunk

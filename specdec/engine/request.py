@@ -51,7 +51,6 @@ class Request:
     scores: list[TokenLogprob] = field(default_factory=list)
     rounds: list[Round] | None = None
     left_after: LeftAfter | None = None
-    drops_output: bool = False  # its caller wants what is known of the prompt, and is not given the token that must run
     shape: SpecConfig | None = None  # of the trees that it asks for, as rounds name it; None: it takes any
     scope: int = 0  # the key of those whose earlier answers it may be proposed, as they may be this one's; 0: nobody's
     cache_salt: str | None = None  # of those with which it may share pages of the prefix cache
@@ -127,6 +126,12 @@ class Request:
     def num_tokens(self) -> int:
         """Tokens of the prompt and of the output so far."""
         return len(self.prompt_ids) + len(self.output.token_ids)
+
+    @property
+    def most_read(self) -> int:
+        """The most tokens that launches read.  A single one comes from the prompt's own pass, and no round goes on from it."""
+        most = self.sampling.max_tokens
+        return len(self.prompt_ids) + (most if most > 1 else 0)
 
     @property
     def text_length(self) -> int:

@@ -37,6 +37,8 @@ class Trimmer:
 
     def take(self, emitted: Sequence[int]) -> int:
         """Takes tokens in order until the request ends.  Returns how many it kept; the others are dropped."""
+        if not self.sampling.max_tokens:  # the prompt alone was asked for, and its pass samples a token all the same
+            self.finish_reason = "length"
         for kept, token in enumerate(emitted):
             if self.finish_reason is not None:
                 return kept

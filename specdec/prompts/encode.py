@@ -101,8 +101,16 @@ def check_encoder_input(ids: list[int], name: str, longest: int) -> None:
 def check_length(ids: list[int], sampling: SamplingParams, name: str, max_seq_len: int, reads: int) -> None:
     """PromptTooLong if the prompt and its longest output are longer than max_seq_len together.
 
+    A prompt that is scored may fill max_seq_len: the one token that may follow comes from its own pass, and is read by none.
+
     name: what errors call the prompt.  reads: the most tokens that the target reads, which max_seq_len can be raised to.
     """
+    if sampling.prompt_logprobs is not None and sampling.max_tokens <= 1:
+        if len(ids) > max_seq_len:
+            works = f", or max_seq_len={len(ids)}" if len(ids) <= reads else f": the target reads {reads} tokens"
+            fault = f"{name} has {len(ids)} tokens; expected at most max_seq_len = {max_seq_len}"
+            raise PromptTooLong(f"{fault}; nearest thing that works: a shorter prompt{works}")
+        return
     if len(ids) >= max_seq_len:
         needs, works = len(ids) + sampling.max_tokens, f": the target reads {reads} tokens"
         if len(ids) < reads:

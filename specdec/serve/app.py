@@ -93,7 +93,8 @@ async def _answer_wrong_path(request: Request, error: Exception) -> Response:
         wrong = ApiError(405, message, code="method_not_allowed")
     else:
         alike = nearest_path(path)
-        message = f"there is no {path} here; " + (f"nearest: {alike}" if alike else f"there are: {', '.join(PATHS)}")
+        why = " (this server keeps no responses)" if path.startswith(f"{RESPONSES}/") else ""
+        message = f"there is no {path} here{why}; " + (f"nearest: {alike}" if alike else f"there are: {', '.join(PATHS)}")
         wrong = ApiError(error.status_code, message, code="not_found")
     request.scope[ENTRY].failed(wrong)
     answer = error_answer(wrong, request.scope[ENTRY])

@@ -116,7 +116,7 @@ class Admission:
 
     def tokens_needed(self, request: Request) -> int:
         """The most slots that the request can ever occupy, look-ahead included."""
-        return len(request.prompt_ids) + request.sampling.max_tokens + self.lookahead
+        return request.most_read + self.lookahead
 
     def tokens_to_enter(self, request: Request) -> int:
         """The slots that the request occupies until its first round has run."""

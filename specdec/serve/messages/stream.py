@@ -11,7 +11,6 @@ from specdec.engine.request import Request
 from specdec.generation import Chunk, FinishReason, Generation
 from specdec.serve.messages.errors import error_body
 from specdec.serve.messages.output import MessageHeading, call_block, ended_by, text_block, thinking_block, used_by
-from specdec.serve.wire.answers import shown
 from specdec.serve.wire.errors import ApiError, json_bytes
 from specdec.serve.wire.requests import RequestPlan
 
@@ -33,7 +32,7 @@ class MessageWriter:
         self._thought = ""
 
     def chunk(self, index: int, chunk: Chunk) -> bytes:
-        text = shown(chunk, self._plan).text
+        text = chunk.text
         said = self._reader.feed(text) if self._reader else [Said("content", text)] if text else []
         return self._begin() + b"".join(map(self._write, said))
 

@@ -71,5 +71,5 @@ class _Response:
         (generation,) = generations
         logprobs = chat_logprobs(generation.logprobs, self.piece)["content"] if generation.logprobs else []
         reply, spaces = reply_of(made.reader, generation.text), namespaces_of(self.heading.body.get("tools"))
-        items = items_of(reply, status_of(generation), logprobs, spaces)
+        items = items_of(reply, status_of(generation), logprobs, spaces, self.heading.carries_thoughts)
         return self.heading.finished(self.plan, generation, items)

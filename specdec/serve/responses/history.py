@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from specdec.checks import shown
+from specdec.serve.responses.thoughts import unpack
 from specdec.serve.responses.tools import in_namespace
 from specdec.serve.wire.errors import wrong
 from specdec.serve.wire.fields import only_used
@@ -61,7 +62,8 @@ class _History:
             self.say(ROLES.get(role, role), text_of(told.get("content"), f"{name}.content"))
         elif kind == "reasoning":
             told = only_used(item, THOUGHT, {}, f"{name}.")
-            said = told.get("content") or told.get("summary")
+            own = unpack(told.get("encrypted_content"))  # all that some clients bring back
+            said = told.get("content") or own or told.get("summary")
             self._thought = text_of(said, f"{name}.content") if said else None
         elif kind == "function_call":
             self._call(only_used(item, CALL, {}, f"{name}."))
@@ -74,6 +76,7 @@ class _History:
             kept = ""
             if kind == "item_reference":  # the AI SDK sends these, unless it is told to store nothing
                 kept = "; this server keeps no items, nearest thing that works: store=false, with which clients send them whole"
+                kept += " (AI SDK: providerOptions: {openai: {store: false}}, or openai.chat(MODEL))"
             raise wrong(f"{name}.type", f"{name}.type must be one of {kinds}, got {shown(kind)}{kept}")
 
     def _call(self, told: dict[str, Any]) -> None:

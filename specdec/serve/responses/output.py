@@ -9,6 +9,7 @@ from typing import Any
 
 from specdec.chat.reply import Reply
 from specdec.generation import Generation
+from specdec.serve.responses.thoughts import pack
 from specdec.serve.responses.tools import called
 from specdec.serve.wire.answers import usage
 from specdec.serve.wire.requests import RequestPlan
@@ -18,6 +19,7 @@ ECHOED: dict[str, Any] = {  # what a response repeats of its request, with what 
     "temperature": 1.0, "text": {"format": {"type": "text"}}, "tool_choice": "auto", "tools": [], "top_p": 1.0,
     "truncation": "disabled", "user": None, "top_logprobs": 0,
 }  # fmt: skip
+THOUGHTS = "reasoning.encrypted_content"  # what clients include that bring thoughts back by it alone
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,11 @@ class ResponseHeading:
     created: int
     body: dict[str, Any]
     count: Callable[[str], int]
+
+    @property
+    def carries_thoughts(self) -> bool:
+        """Whether items of thoughts hold them a second time, in the one field that some clients bring back."""
+        return THOUGHTS in (self.body.get("include") or ())
 
     def response(self, status: str, output: Sequence[dict[str, Any]], used: dict[str, Any] | None = None) -> dict[str, Any]:
         """The response as it is now."""
@@ -67,9 +74,11 @@ def message_item(text: str = "", status: str = "completed", logprobs: Sequence[A
     return {"id": new_id("msg"), "type": "message", "role": "assistant", "status": status, "content": [part]}
 
 
-def thought_item(text: str = "", status: str = "completed") -> dict[str, Any]:
+def thought_item(text: str = "", status: str = "completed", carried: bool = False) -> dict[str, Any]:
+    """carried: see ResponseHeading.carries_thoughts."""
     content = [{"type": "reasoning_text", "text": text}]
-    return {"id": new_id("rs"), "type": "reasoning", "summary": [], "content": content, "status": status}
+    more = {"encrypted_content": pack(text)} if carried else {}
+    return {"id": new_id("rs"), "type": "reasoning", "summary": [], "content": content, "status": status, **more}
 
 
 def call_item(which: Mapping[str, str], call_id: str, arguments: str = "", status: str = "completed") -> dict[str, Any]:
@@ -77,12 +86,15 @@ def call_item(which: Mapping[str, str], call_id: str, arguments: str = "", statu
     return {"id": new_id("fc"), "type": "function_call", "call_id": call_id, **which, "arguments": arguments, "status": status}
 
 
-def items_of(reply: Reply, status: str, logprobs: Sequence[Any], namespaces: Mapping[str, str]) -> list[dict[str, Any]]:
+def items_of(
+    reply: Reply, status: str, logprobs: Sequence[Any], namespaces: Mapping[str, str], carried: bool = False
+) -> list[dict[str, Any]]:
     """The items of a whole answer, as a stream has them.
 
     status: of the last one.  logprobs: of its tokens, as in a chat.  namespaces: of functions, by the chat's names.
+    carried: see ResponseHeading.carries_thoughts.
     """
-    items = [] if reply.thought is None else [thought_item(reply.thought)]
+    items = [] if reply.thought is None else [thought_item(reply.thought, carried=carried)]
     if reply.content or not (items or reply.calls):
         items.append(message_item(reply.content, logprobs=logprobs))
     items += [call_item(called(call.name, namespaces), call.id, call.arguments) for call in reply.calls]

@@ -8,7 +8,7 @@ from typing import Any
 
 from specdec.checks import shown
 from specdec.serve.responses.history import read_input
-from specdec.serve.responses.output import ECHOED
+from specdec.serve.responses.output import ECHOED, THOUGHTS
 from specdec.serve.responses.tools import read_choice, read_tools
 from specdec.serve.wire.errors import wrong
 from specdec.serve.wire.fields import EXTENSIONS, SAMPLING_FIELDS, SILENT_FIELDS, UNSUPPORTED, only_used
@@ -21,12 +21,11 @@ HISTORY = "this server keeps no responses; nearest thing that works: send the wh
 ELSEWHERE = {
     "previous_response_id": HISTORY,
     "conversation": HISTORY,
-    "store": f"store=true asks to keep the response, and {HISTORY}, and store=false",
     "background": "answers are sent as they are made; nearest setting that works: background=false",
     "prompt": "this server keeps no prompts; nearest thing that works: instructions and input",
 }
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **{name: (False,) if name in ("store", "background") else () for name in ELSEWHERE},
+    **{name: (False,) if name == "background" else () for name in ELSEWHERE},
     "truncation": ("disabled",), "max_tool_calls": (), "moderation": (), "context_management": (), "background_options": (),
     "access_programs": (), "image": (),
 }  # fmt: skip
@@ -41,10 +40,7 @@ USED = (
     "model", "input", "instructions", "tools", "tool_choice", "parallel_tool_calls", "max_output_tokens", "text", "reasoning",
     "stream", "stream_options", "include", "top_logprobs", "stop", *SAME,
 )  # fmt: skip
-LOGPROBS, ENCRYPTED = (
-    "message.output_text.logprobs",
-    "reasoning.encrypted_content",
-)  # what may be included; nothing is encrypted
+LOGPROBS = "message.output_text.logprobs"  # what may be included, beside THOUGHTS
 # How errors about a chat's fields are to call them.
 CALLED = {
     "messages": "input", "max_tokens": "max_output_tokens", "response_format.json_schema": "text.format",
@@ -59,7 +55,7 @@ def chat_body(body: dict[str, Any], lenient: bool = False) -> tuple[dict[str, An
     """
     left_out = list[str]()
     _check_echoed(body)
-    body = {name: value for name, value in body.items() if name not in SILENT or name in ELSEWHERE}
+    body = {name: value for name, value in body.items() if name not in SILENT}
     for name, why in ELSEWHERE.items():
         if body.get(name) not in (None, False):
             raise wrong(name, f"{name} can't be used: {why}", UNSUPPORTED)
@@ -121,7 +117,7 @@ def _text_format(value: Any) -> dict[str, Any] | None:
 def _includes_logprobs(value: Any) -> bool:
     if value is None:
         return False
-    known = (LOGPROBS, ENCRYPTED)
+    known = (LOGPROBS, THOUGHTS)
     if not isinstance(value, list) or any(each not in known for each in value):
         raise wrong("include", f"include must be a list of some of {', '.join(known)}, got {shown(value)}", UNSUPPORTED)
     return LOGPROBS in value

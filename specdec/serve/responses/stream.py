@@ -10,8 +10,8 @@ from specdec.chat.reply import ReplyReader
 from specdec.chat.said import Said
 from specdec.generation import Chunk, FinishReason, Generation
 from specdec.serve.responses.output import ResponseHeading, call_item, message_item, thought_item
+from specdec.serve.responses.thoughts import pack
 from specdec.serve.responses.tools import called, namespaces_of
-from specdec.serve.wire.answers import shown
 from specdec.serve.wire.errors import ApiError
 from specdec.serve.wire.logprobs import Piece, chat_logprobs
 from specdec.serve.wire.requests import RequestPlan
@@ -35,7 +35,7 @@ class ResponseWriter:
         events = b"" if self._number else self._begin()
         new = chat_logprobs(chunk.logprobs, self._piece)["content"] if chunk.logprobs else []
         self._logprobs += new
-        text = shown(chunk, self._plan).text
+        text = chunk.text
         said = self._reader.feed(text) if self._reader else [Said("content", text)] if text else []
         return events + b"".join(self._write(each, new) for each in said)
 
@@ -93,6 +93,8 @@ class ResponseWriter:
             events = self._event(f"{ARGUMENTS}.done", **self._at(), name=item["name"], arguments=item["arguments"])
         else:
             part, more = item["content"][0], {}
+            if kind == "thought" and self._heading.carries_thoughts:
+                item["encrypted_content"] = pack(part["text"])
             if kind == "content":
                 part["logprobs"] = self._logprobs
                 more = {"logprobs": self._logprobs}

@@ -68,8 +68,6 @@ def _of_prompt(decoder: SpecDecoder, plan: RequestPlan, index: int, cap: int | N
         how |= {"wait": reply.wait, "all_tokens": reply.reader is not None}
     own = replace(plan, sampling=reply.sampling)
     requests = [decoder.new_request(ids, own.sampling_of(choice, max_tokens), name, **how) for choice in range(plan.n)]
-    for request in requests:
-        request.drops_output = plan.drops_output
     return MadeRequests(requests, reply.reader)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any
 
 from specdec.chat.reply import ReplyReader, reply_of
 from specdec.generation import Chunk, FinishReason, Generation
@@ -19,7 +19,6 @@ from specdec.trace.trace import round_as_json
 
 FINISH_REASONS: dict[FinishReason, str] = {"eos": "stop", "stop": "stop", "length": "length"}
 DONE = b"data: [DONE]\n\n"
-Tokens = TypeVar("Tokens", Generation, Chunk)
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,6 @@ def whole_answer(
     """
     choices: list[dict[str, Any]] = []
     of_answer: dict[str, Any] = {}
-    generations = [shown(generation, plan) for generation in generations]
     for index, (generation, prompt) in enumerate(zip(generations, prompts, strict=True)):
         of_prompt = said_of_prompt(plan, prompt, generation.prompt_logprobs, piece)
         said = _said_of(generation, plan, piece, len(of_prompt.text))
@@ -66,19 +64,11 @@ def whole_answer(
     return {**heading.as_json(kind), "choices": choices, "usage": usage(plan, generations), **of_answer}
 
 
-def shown(tokens: Tokens, plan: RequestPlan) -> Tokens:
-    """What of a generation or a chunk is given: all of it, unless the prompt alone was asked for."""
-    if not plan.drops_output:
-        return tokens
-    none: list[Any] | None = None if tokens.logprobs is None else []
-    return replace(tokens, text="", token_ids=[], origins=[], sources=[], logprobs=none)
-
-
 def usage(plan: RequestPlan, generations: Sequence[Generation]) -> dict[str, Any]:
     """Tokens of all choices.  A prompt with several choices counts once."""
     stats = [generation.stats for generation in generations]
     prompt_tokens = sum(len(generation.prompt_token_ids) for generation in generations[:: plan.n])
-    completion_tokens = sum(len(shown(generation, plan).token_ids) for generation in generations)
+    completion_tokens = sum(len(generation.token_ids) for generation in generations)
     if plan.sampling.prediction is None:  # of all drafts
         accepted = sum(item.accepted for item in stats)
         rejected = sum(item.drafted for item in stats) - accepted
@@ -122,10 +112,10 @@ class ChunkWriter:
         What is said of the prompt comes first, in an event of its own.
         """
         if self._plan.continuous_usage:
-            self._tokens += len(shown(chunk, self._plan).token_ids)
+            self._tokens += len(chunk.token_ids)
             self._usage = self._usage_so_far()
         before = self._of_prompt(index, chunk) if self._says_prompt[index] else b""
-        return before + self._chunk(index, shown(chunk, self._plan))
+        return before + self._chunk(index, chunk)
 
     def _of_prompt(self, index: int, chunk: Chunk) -> bytes:
         self._says_prompt[index] = False

@@ -48,7 +48,6 @@ class RequestPlan:
     echo: bool = False  # begin each choice with its prompt
     return_token_ids: bool = False  # of the prompt and of each choice
     prompt_logprobs: int | None = None  # how many likeliest tokens are given of each of the prompt's
-    drops_output: bool = False  # the prompt alone was asked for: the one token that runs is not given
     tool_rules: ToolRules = field(default_factory=ToolRules)
     effort: str | None = None  # how much the model is to think, for templates that read it
     thinks: bool | None = None  # whether it is to think at all, for templates that read that
@@ -102,15 +101,15 @@ def read_plan(
     prompts, is_list = ([read_chat(values, rules)], False) if path == fields.CHAT else _prompts(values)
     sampling, echo = _sampling(values, n, path, max_logprobs), _flag(values, "echo")
     of_prompt = sampling.prompt_logprobs
-    if echo and sampling.logprobs is not None:
-        sampling = replace(sampling, prompt_logprobs=max(of_prompt or 0, sampling.logprobs))
-    max_tokens = _max_tokens(values, path, max_tokens_cap, low=0 if sampling.prompt_logprobs is not None or echo else 1)
+    max_tokens = _max_tokens(values, path, max_tokens_cap, low=0 if of_prompt is not None or echo else 1)
+    if echo and (sampling.logprobs is not None or max_tokens == 0):
+        sampling = replace(sampling, prompt_logprobs=max(of_prompt or 0, sampling.logprobs or 0))
     return RequestPlan(
         path=path,
         prompts=prompts,
         prompt_field="messages" if path == fields.CHAT else "prompt",
         sampling=sampling,
-        max_tokens=max_tokens or (None if max_tokens is None else 1),
+        max_tokens=max_tokens,
         min_tokens=_checked("min_tokens", require_int, values.get("min_tokens", 0), 0),
         n=n,
         stream=stream,
@@ -124,7 +123,6 @@ def read_plan(
         echo=echo,
         return_token_ids=_flag(values, "return_token_ids"),
         prompt_logprobs=of_prompt,
-        drops_output=max_tokens == 0,
         tool_rules=rules,
         effort=effort_of(values),
         left_out=left_out,

@@ -1,9 +1,12 @@
 """Log-probabilities of a prompt's tokens are those of transformers' own pass over it, however the prompt is cut and batched."""
 
 import asyncio
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from toolkit.families import save_family
 from toolkit.models import Zoo, ragged_prompts
 from toolkit.parallel.decoders import with_ranks
 from transformers import AutoModelForCausalLM
@@ -93,3 +96,45 @@ def test_ranks_and_transformers_code(zoo: Zoo, name: str, size: int, backend: st
     for ids, each in zip(prompts, found, strict=True):
         with torch.no_grad():
             check(each, zoo.hf(name)(torch.tensor([ids])).logits[0], ids, 4)
+
+
+@pytest.mark.parametrize("how", [(), (shipped.draft_folder(), SpecConfig(3, 2, 6)), ("ngram", SpecConfig(4, 2, 9))])
+def test_a_prompt_that_fills_the_context(how: tuple[Any, ...]) -> None:
+    """Beside texts that are decoded, in chunks, with pages to the last token.  Keeps out: the last token of a long text that
+    nobody can score, a position after the last one that spoils a neighbour, and a prompt a token longer that is taken."""
+    full, short = ragged_prompts(2048, 1, seed=4)[0] * 64, [[5, 6, 7], [9] * 10]
+    full = full[:64]
+    with torch.no_grad():
+        model = AutoModelForCausalLM.from_pretrained(shipped.target_folder(), dtype=torch.float32)
+        logits_TV = model(torch.tensor([full])).logits[0]
+    settings = dict(device="cpu", dtype="float32", max_batch_size=4, max_seq_len=64, prefill_chunk=7, page_size=16)
+    with SpecDecoder.from_pretrained(shipped.target_folder(), *how, prefix_caching=True, **settings) as decoder:
+        alone, one = SamplingParams(0, prompt_logprobs=2, logprobs=1), SamplingParams(1, prompt_logprobs=2)
+        outputs = decoder.generate([*short, full, full], [SamplingParams(40), SamplingParams(40), alone, one])
+        for out in outputs[2:]:
+            check(out.prompt_logprobs, logits_TV, full, 2)
+        assert (outputs[2].token_ids, outputs[2].text, outputs[2].logprobs, outputs[2].finish_reason) == ([], "", [], "length")
+        assert outputs[3].token_ids == [int(logits_TV[-1].argmax())]
+        assert [out.token_ids for out in outputs[:2]] == [
+            out.token_ids for out in decoder.generate(short, SamplingParams(40), speculate=False)
+        ]
+        check(asyncio.run(AsyncSpecDecoder(decoder).score(full, 1)), logits_TV, full, 1)
+        (chunk,) = decoder.stream(full, alone)
+        check(chunk.prompt_logprobs, logits_TV, full, 2)
+        assert (chunk.token_ids, chunk.text) == ([], "")
+        with pytest.raises(ValueError, match="has 65 tokens; expected at most max_seq_len = 64"):
+            decoder.score([*full, 5])
+        with pytest.raises(ValueError, match="max_seq_len - 1 = 63"):
+            decoder.generate(full, SamplingParams(1))
+
+
+def test_learnt_positions_to_the_last(tmp_path: Path) -> None:
+    """Keeps out: a row of a table of learnt positions that is not there, read by the token that nobody is given."""
+    save_family(tmp_path / "gpt2", "gpt2", 0, n_positions=64, n_embd=32, n_head=2, n_layer=2, head_dim=16)
+    full = (ragged_prompts(40, 1, seed=2)[0] * 64)[:64]
+    with torch.no_grad():
+        logits_TV = AutoModelForCausalLM.from_pretrained(tmp_path / "gpt2", dtype=torch.float32)(torch.tensor([full])).logits[0]
+    with SpecDecoder.from_pretrained(tmp_path / "gpt2", "ngram", device="cpu", dtype="float32", max_batch_size=2) as decoder:
+        outputs = decoder.generate([full, [1, 2]], [SamplingParams(1, prompt_logprobs=1), SamplingParams(40)])
+        check(outputs[0].prompt_logprobs, logits_TV, full, 1)
+        check(decoder.score(full, 1)[0], logits_TV, full, 1)

@@ -104,3 +104,46 @@ def test_a_prompt_that_is_too_long_says_so_in_words_that_clients_know(served: Se
     error = post(served, "/v1/completions", prompt=[5] * served.state.max_seq_len).json()["error"]
     assert error["code"] == "context_length_exceeded"
     assert "maximum context length is" in error["message"] and "context_length_exceeded" in error["message"]
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+@pytest.mark.parametrize("logprobs", [None, 2])
+def test_a_prompt_that_fills_the_context(chat_served: Served, tokens: int, logprobs: int | None) -> None:
+    """Keeps out: evaluators' longest texts that are refused, because a token might follow that nobody reads."""
+    decoder, path = chat_served.decoder, "/v1/completions"
+    ids = [(7 * place) % 250 + 5 for place in range(chat_served.state.max_seq_len)]
+    ask: dict[str, Any] = {"prompt": ids, "max_tokens": tokens, "echo": True, "logprobs": logprobs}
+    if logprobs is None and tokens:  # nothing is scored, so the usual bound holds
+        assert post(chat_served, path, **ask).json()["error"]["code"] == "context_length_exceeded"
+        return
+    answer = post(chat_served, path, **ask).json()
+    (choice,), used = answer["choices"], answer["usage"]
+    assert (used["prompt_tokens"], used["completion_tokens"]) == (len(ids), tokens) and choice["finish_reason"] == "length"
+    streamed = [event.choices[0] for event in chat_served.client().completions.create(**ASK, **ask, stream=True)]
+    assert "".join(each.text for each in streamed) == choice["text"] and streamed[-1].finish_reason == "length"
+    if logprobs is None:
+        assert choice["logprobs"] is None and choice["text"] == decoder.tokenizer.decode(ids)
+        return
+    known = [each and each.logprob for each in decoder.score(ids)[0]]
+    assert choice["logprobs"]["token_logprobs"][1 : len(ids)] == pytest.approx(known[1:], abs=1e-5)
+    assert len(choice["logprobs"]["tokens"]) == len(ids) + tokens
+    more = {"prompt_logprobs": 1, "max_tokens": tokens}
+    assert len(post(chat_served, path, prompt=ids, **more).json()["choices"][0]["prompt_logprobs"]) == len(ids)
+    error = post(chat_served, path, **{**ask, "prompt": [*ids, 5]}).json()["error"]
+    assert error["code"] == "context_length_exceeded" and f"max_seq_len = {len(ids)}" in error["message"]
+
+
+def test_a_chat_that_fills_the_context(chat_served: Served) -> None:
+    """Keeps out: a chat whose prompt alone is asked for, refused because no max_tokens was named or no token fits."""
+    size = chat_served.state.max_seq_len
+    given = len(chat_served.decoder.encode([{"role": "user", "content": ""}]))
+    text = "é" * 2 * size
+    while len(chat_served.decoder.encode([{"role": "user", "content": text}])) > size:
+        text = text[:-1]
+    messages = [{"role": "user", "content": text}]
+    length = len(chat_served.decoder.encode(messages))
+    assert given < length <= size
+    for more in ({"max_tokens": 0}, {"max_tokens": 0, "stream": False, "return_token_ids": True}, {}):
+        answer = post(chat_served, "/v1/chat/completions", messages=messages, prompt_logprobs=0, **more).json()
+        assert len(answer["prompt_logprobs"]) == length, answer
+        assert answer["usage"]["completion_tokens"] <= max(1, size - length)

@@ -144,7 +144,6 @@ def test_log_probabilities(scripted: Served) -> None:
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id", "send the whole history as input"),
         ({"conversation": "c"}, "conversation", "send the whole history as input"),
-        ({"store": True}, "store", "store=false"),
         ({"background": True}, "background", "background=false"),
         ({"tools": [{"type": "web_search"}]}, "tools[0]", "this server runs no tools itself"),
         ({"tools": [{"type": "function", "name": ""}]}, "tools[0].name", "tools[0].name must"),
