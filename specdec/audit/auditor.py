@@ -67,7 +67,7 @@ class Auditor:
         self._chance = random.Random()
         self._waiting: deque[Waiting] = deque()
         self._is_late = False
-        self._masks: Any = None  # of the first text that waits
+        self._has_begun = False  # the comparison of the first text that waits, which has made way
         self.files: list[Path] = []
         self.keeps_texts, self.max_waiting = False, MAX_WAITING
         self.compare = read_while_idle
@@ -94,10 +94,10 @@ class Auditor:
         return bool(self._waiting)
 
     def work(self, engine: Engine[Any], is_wanted: Callable[[], bool]) -> None:
-        """Compares one text.  If somebody comes meanwhile, that ends between two layers, to begin anew later."""
+        """Compares one text.  If somebody comes meanwhile, it stops between two layers, and goes on there at the next call."""
         finished = self._waiting[0].finished
         try:
-            text = self._generated(finished)
+            text = None if self._has_begun else self._generated(finished)
             check = engine.runner.on_all_ranks(self.compare, self._settings, text, Wanted(is_wanted))
         except Exception as error:  # of any kind, most often too little memory
             self._done()
@@ -107,6 +107,7 @@ class Auditor:
                 raise
             return
         if check is None:
+            self._has_begun = True
             self._totals.audit_interrupted += 1
             return
         self._done()
@@ -117,7 +118,7 @@ class Auditor:
 
     def _done(self) -> None:
         self._waiting.popleft()
-        self._masks = None
+        self._has_begun = False
         self._is_late = self._is_late and len(self._waiting) > self.max_waiting // 2
         self._count_waiting()
 
@@ -136,10 +137,10 @@ class Auditor:
 
     def _generated(self, finished: FinishedText) -> GeneratedText:
         """The text as the reference takes it.  The draws of its row are those of `choice`."""
-        choice = finished.choice
-        if self._masks is None and choice.grammar is not None:
-            self._masks = masks_of_text(self._grammars.matcher(choice.grammar), finished.token_ids, self._vocab_size)
-        return GeneratedText(finished.prompt_ids, finished.token_ids, finished.sampling, choice, self._masks)
+        choice, masks = finished.choice, None
+        if choice.grammar is not None:
+            masks = masks_of_text(self._grammars.matcher(choice.grammar), finished.token_ids, self._vocab_size)
+        return GeneratedText(finished.prompt_ids, finished.token_ids, finished.sampling, choice, masks)
 
     def _found(self, engine: Engine[Any], finished: FinishedText, check: ReferenceCheck, wrong: list[Judged]) -> None:
         """A text holds tokens that the target would not write."""
