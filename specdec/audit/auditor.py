@@ -50,7 +50,7 @@ class Auditor:
 
     totals: the engine's, where the audit counts.  names: what the decoder was loaded from, for replay files; see `named`.
     keeps_texts: whether replay files hold the prompt and the output as texts too.  tell: gets a line for each finding.
-    max_waiting: texts that wait; further ones are skipped.  compare: what all ranks run.
+    max_waiting: texts that wait; further ones are skipped.  compare: what all ranks run.  clock: in seconds.
     """
 
     def __init__(
@@ -70,7 +70,8 @@ class Auditor:
         self._has_begun = False  # the comparison of the first text that waits, which has made way
         self.files: list[Path] = []
         self.keeps_texts, self.max_waiting = False, MAX_WAITING
-        self.compare = read_while_idle
+        self.compare, self.clock = read_while_idle, time.monotonic
+        self._not_before = 0.0  # by the clock: when the next part may run between two steps
         self.tell: Tell = warn
 
     # ---- on the engine's thread ----
@@ -93,8 +94,25 @@ class Auditor:
     def has_work(self) -> bool:
         return bool(self._waiting)
 
+    @property
+    def is_due(self) -> bool:
+        """Whether a part may run between two steps, so that requests pay no larger share of the time than `audit_busy`."""
+        return bool(self._waiting) and self._settings.options.audit_busy > 0 and self.clock() >= self._not_before
+
     def work(self, engine: Engine[Any], is_wanted: Callable[[], bool]) -> None:
         """Compares one text.  If somebody comes meanwhile, it stops between two layers, and goes on there at the next call."""
+        self._compare(engine, is_wanted)
+        self._totals.audit_interrupted += self._has_begun
+
+    def work_between(self, engine: Engine[Any]) -> None:
+        """Brings a comparison further by a layer, and then has requests run undisturbed for so long that the share holds."""
+        share, began = self._settings.options.audit_busy, self.clock()
+        self._compare(engine, lambda: True)
+        ended = self.clock()
+        self._not_before = ended + (ended - began) * (1 - share) / share
+
+    def _compare(self, engine: Engine[Any], is_wanted: Callable[[], bool]) -> None:
+        """Compares the first text that waits, until somebody comes."""
         finished = self._waiting[0].finished
         try:
             text = None if self._has_begun else self._generated(finished)
@@ -108,7 +126,6 @@ class Auditor:
             return
         if check is None:
             self._has_begun = True
-            self._totals.audit_interrupted += 1
             return
         self._done()
         self._totals.audit_texts += 1
@@ -132,7 +149,8 @@ class Auditor:
             self._is_late, waited = True, time.monotonic() - self._waiting[0].since
             self._say(
                 f"the audit is late: {len(self._waiting)} answers wait, the oldest for {waited:.0f} s, and further ones are "
-                "skipped, because it compares only while no request is there; with a smaller audit fewer would wait"
+                "skipped, because it compares while no request is there; nearest settings that help: a smaller audit, or a "
+                "larger audit_busy"
             )
 
     def _generated(self, finished: FinishedText) -> GeneratedText:

@@ -72,6 +72,7 @@ def goes_on(workers: Workers, settings: EngineSettings) -> bool:
     ids = [place % model.config.vocab_size for place in range(SHORT_TOKENS)]
     whole = DensePasses(model, replace(settings, device=device), None)
     halting = DensePasses(model, replace(settings, device=device), None, poll=every_other())
+    model.goes_on = True  # so that the pass does
     with torch.inference_mode():
         want_TH, got_TH = whole.hidden(ids).float(), None
         try:

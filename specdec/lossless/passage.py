@@ -5,7 +5,7 @@ This file knows modules and their arguments; it knows no family of models, no at
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -39,7 +39,7 @@ class Passage:
     pass has stopped reads what it was given the first time.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], poll: Callable[[], None]) -> None:
+    def __init__(self, layers: nn.ModuleList, poll: Callable[[], None]) -> None:
         self._layers, self._poll = layers, poll
         self._done = 0  # layers
         self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = None  # to the layer before which the pass has stopped
@@ -67,12 +67,12 @@ class Passage:
         return out
 
     def _as_before(self, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of the first time.  What layers have left for each other in dictionaries goes into those of this call,
+        """The arguments of the first time.  What layers have left for each other in mappings goes into those of this call,
         which later layers get too.
         """
         assert self._given is not None
         args, before = self._given
         for name, value in kwargs.items():
-            if isinstance(value, dict):
+            if isinstance(value, MutableMapping):
                 value.update(before[name])
-        return args, {name: kwargs[name] if isinstance(value, dict) else value for name, value in before.items()}
+        return args, {name: kwargs[name] if isinstance(value, MutableMapping) else value for name, value in before.items()}
