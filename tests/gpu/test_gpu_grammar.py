@@ -163,4 +163,5 @@ def test_rounds_of_waiting_texts_are_whole_graphs() -> None:
     run()
     assert rounds and not any(step.needs.grammar for step in rounds)
     assert captured == [driver.num_graphs("round"), driver.num_graphs("phase")] == [1, 0]
-    assert driver.waits - waits <= len(rounds) + 4, "of each round the host waits for one copy, and for a few of the prompt"
+    # The engine reads a round's tokens, and the text takes its own copy of them once that has come; a few are the prompt's.
+    assert driver.waits - waits <= 2 * len(rounds) + 4

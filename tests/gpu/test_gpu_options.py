@@ -99,8 +99,8 @@ def test_no_phase_of_them_waits_for_the_device() -> None:
     request = driver.submit(prompts()[0], SamplingParams(**everything))
     while not driver.running:
         driver.step()
-    # Masks come from the host; the others are of drafters with several sources.
-    assert request.choice.needs.steps == {*STEPS} - {"grammar", "prediction", "sources"}, request.choice.needs
+    # Masks come from the host, and texts wait for them; the others are of drafters with several sources.
+    assert request.choice.needs.steps == {*STEPS} - {"grammar", "waits", "prediction", "sources"}, request.choice.needs
     torch.cuda.set_sync_debug_mode("error")
     try:
         driver.run_phases(1, SpecConfig(5, 4, 16))
