@@ -260,7 +260,7 @@ class EngineThread:
             self._guarded(self.engine.step)
             self._deliver()
             if self.idle_work is not None and self.idle_work.is_due:
-                self._guarded(lambda work=self.idle_work: work.work_between(self.engine))
+                self._guarded(self._work_between)
         elif self._has_idle_work and not self.is_closed:
             self._guarded(self._work_idle)
 
@@ -271,6 +271,10 @@ class EngineThread:
     def _work_idle(self) -> None:
         assert self.idle_work is not None
         self.idle_work.work(self.engine, lambda: self.is_closed or not self._commands.empty())
+
+    def _work_between(self) -> None:
+        assert self.idle_work is not None
+        self.idle_work.work_between(self.engine)
 
     def _add(self, queues: list[OutputQueue]) -> None:
         for queue in queues:
