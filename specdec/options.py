@@ -42,7 +42,7 @@ ATTENTION_BACKENDS = {  # the choices of `attention`: where each backend declare
     "fa4": "specdec.attention.flash.capability:FA4",
     "flashmla": "specdec.attention.flashmla.capability:FLASHMLA",
 }
-AUDIT = ("audit_max_tokens", "audit_stop", "audit_folder")  # settings that say how `audit` works
+AUDIT = ("audit_max_tokens", "audit_busy", "audit_stop", "audit_folder")  # settings that say how `audit` works
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -300,6 +300,13 @@ class EngineOptions:
         "tokens of the longest prompt and answer that are compared; longer ones count as skipped",
         bounds=(2, 1 << 20),
         decided_by=served("audit_max_tokens"),
+    )
+    audit_busy: float = option(
+        0.0,
+        "share of the time that comparisons may take, a layer at a time, while requests run; 0: only while none is there",
+        others=require_share,
+        metavar="SHARE",
+        decided_by=served("audit_busy"),
     )
     audit_stop: bool = option(
         False,

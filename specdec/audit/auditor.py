@@ -50,7 +50,7 @@ class Auditor:
 
     totals: the engine's, where the audit counts.  names: what the decoder was loaded from, for replay files; see `named`.
     keeps_texts: whether replay files hold the prompt and the output as texts too.  tell: gets a line for each finding.
-    max_waiting: texts that wait; further ones are skipped.  compare: what all ranks run.
+    max_waiting: texts that wait; further ones are skipped.  compare: what all ranks run.  clock: in seconds.
     """
 
     def __init__(
@@ -67,10 +67,11 @@ class Auditor:
         self._chance = random.Random()
         self._waiting: deque[Waiting] = deque()
         self._is_late = False
-        self._masks: Any = None  # of the first text that waits
+        self._has_begun = False  # the comparison of the first text that waits, which has made way
         self.files: list[Path] = []
         self.keeps_texts, self.max_waiting = False, MAX_WAITING
-        self.compare = read_while_idle
+        self.compare, self.clock = read_while_idle, time.monotonic
+        self._not_before = 0.0  # by the clock: when the next part may run between two steps
         self.tell: Tell = warn
 
     # ---- on the engine's thread ----
@@ -93,11 +94,28 @@ class Auditor:
     def has_work(self) -> bool:
         return bool(self._waiting)
 
+    @property
+    def is_due(self) -> bool:
+        """Whether a part may run between two steps, so that requests pay no larger share of the time than `audit_busy`."""
+        return bool(self._waiting) and self._settings.options.audit_busy > 0 and self.clock() >= self._not_before
+
     def work(self, engine: Engine[Any], is_wanted: Callable[[], bool]) -> None:
-        """Compares one text.  If somebody comes meanwhile, that ends between two layers, to begin anew later."""
+        """Compares one text.  If somebody comes meanwhile, it stops between two layers, and goes on there at the next call."""
+        self._compare(engine, is_wanted)
+        self._totals.audit_interrupted += self._has_begun
+
+    def work_between(self, engine: Engine[Any]) -> None:
+        """Brings a comparison further by a layer, and then has requests run undisturbed for so long that the share holds."""
+        share, began = self._settings.options.audit_busy, self.clock()
+        self._compare(engine, lambda: True)
+        ended = self.clock()
+        self._not_before = ended + (ended - began) * (1 - share) / share
+
+    def _compare(self, engine: Engine[Any], is_wanted: Callable[[], bool]) -> None:
+        """Compares the first text that waits, until somebody comes."""
         finished = self._waiting[0].finished
         try:
-            text = self._generated(finished)
+            text = None if self._has_begun else self._generated(finished)
             check = engine.runner.on_all_ranks(self.compare, self._settings, text, Wanted(is_wanted))
         except Exception as error:  # of any kind, most often too little memory
             self._done()
@@ -107,7 +125,7 @@ class Auditor:
                 raise
             return
         if check is None:
-            self._totals.audit_interrupted += 1
+            self._has_begun = True
             return
         self._done()
         self._totals.audit_texts += 1
@@ -117,7 +135,7 @@ class Auditor:
 
     def _done(self) -> None:
         self._waiting.popleft()
-        self._masks = None
+        self._has_begun = False
         self._is_late = self._is_late and len(self._waiting) > self.max_waiting // 2
         self._count_waiting()
 
@@ -131,15 +149,16 @@ class Auditor:
             self._is_late, waited = True, time.monotonic() - self._waiting[0].since
             self._say(
                 f"the audit is late: {len(self._waiting)} answers wait, the oldest for {waited:.0f} s, and further ones are "
-                "skipped, because it compares only while no request is there; with a smaller audit fewer would wait"
+                "skipped, because it compares while no request is there; nearest settings that help: a smaller audit, or a "
+                "larger audit_busy"
             )
 
     def _generated(self, finished: FinishedText) -> GeneratedText:
         """The text as the reference takes it.  The draws of its row are those of `choice`."""
-        choice = finished.choice
-        if self._masks is None and choice.grammar is not None:
-            self._masks = masks_of_text(self._grammars.matcher(choice.grammar), finished.token_ids, self._vocab_size)
-        return GeneratedText(finished.prompt_ids, finished.token_ids, finished.sampling, choice, self._masks)
+        choice, masks = finished.choice, None
+        if choice.grammar is not None:
+            masks = masks_of_text(self._grammars.matcher(choice.grammar), finished.token_ids, self._vocab_size)
+        return GeneratedText(finished.prompt_ids, finished.token_ids, finished.sampling, choice, masks)
 
     def _found(self, engine: Engine[Any], finished: FinishedText, check: ReferenceCheck, wrong: list[Judged]) -> None:
         """A text holds tokens that the target would not write."""

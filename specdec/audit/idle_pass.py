@@ -1,9 +1,11 @@
-"""The reference's passes over one finished text, by all ranks, which end early when requests come."""
+"""The reference's passes over one finished text, by all ranks: they make way for requests, and go on where they stopped."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import torch
@@ -12,16 +14,15 @@ from specdec.config import SamplingParams
 from specdec.loading.memory import AUDIT_PIECE
 from specdec.loading.resolve import EngineSettings
 from specdec.lossless.choice import GeneratedText
-from specdec.lossless.passes import DensePasses
-from specdec.lossless.reference import ReferenceCheck, read_text, share_of_passes
+from specdec.lossless.passage import MadeWay
+from specdec.lossless.passes import DensePasses, Poll
+from specdec.lossless.reference import ReferenceCheck, TextCheck, share_of_passes
 from specdec.parallel.group import Group
 from specdec.runner.workers import Workers
 
 WARM_TOKENS = 256  # of the made-up text
-
-
-class MadeWay(Exception):
-    """Raised between two layers, on all ranks at the same ones."""
+SHORT_TOKENS = 8  # of the text that shows whether passes go on
+MAX_CHANGE = 0.01  # of its hidden states: rounding at most
 
 
 class Wanted:
@@ -62,11 +63,62 @@ def nobody() -> bool:
     return False
 
 
-def read_while_idle(workers: Workers, settings: EngineSettings, text: GeneratedText, wanted: Wanted) -> ReferenceCheck | None:
-    """One text against the reference, on one rank of those that all call this; None: somebody came who waits."""
+def goes_on(workers: Workers, settings: EngineSettings) -> bool:
+    """Notes, and says, whether the target's passes can go on where they stopped: a short text shows it.
+
+    The layers of a model from transformers may leave something for each other that nobody hands them.
+    """
     model, device = workers.verifier.model, workers.state.lens_B.device
-    passes = share_of_passes(workers, settings, lambda: wanted.check(model.group, device))
+    ids = [place % model.config.vocab_size for place in range(SHORT_TOKENS)]
+    whole = DensePasses(model, replace(settings, device=device), None)
+    halting = DensePasses(model, replace(settings, device=device), None, poll=every_other())
+    model.goes_on = True  # so that the pass does
+    with torch.inference_mode():
+        want_TH, got_TH = whole.hidden(ids).float(), None
+        try:
+            while got_TH is None:
+                with suppress(MadeWay):
+                    got_TH = halting.hidden(ids).float()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # of any kind: the code is the model's own
+            pass
+    alike = got_TH is not None and bool((got_TH - want_TH).norm() <= MAX_CHANGE * want_TH.norm())
+    model.goes_on = model.group.all_reduce_min(float(alike), device) > 0
+    return model.goes_on
+
+
+def every_other() -> Poll:
+    """A poll that stops a pass before each of its layers, once."""
+    polls = count()
+
+    def poll() -> None:
+        if next(polls) % 2 == 0:
+            raise MadeWay
+
+    return poll
+
+
+def read_while_idle(
+    workers: Workers, settings: EngineSettings, text: GeneratedText | None, wanted: Wanted
+) -> ReferenceCheck | None:
+    """A text against the reference, on one rank of those that all call this; None: the call has made way.
+
+    text: None: the one of the last call, which has made way, goes on.  What the first poll is asked before always runs, so that
+    each call brings a text further by a layer or by a piece of its logits.
+    """
+    model, device, polls = workers.verifier.model, workers.state.lens_B.device, count()
+
+    def poll() -> None:
+        if next(polls):
+            wanted.check(model.group, device)
+
+    if text is not None:
+        workers.begun = TextCheck(share_of_passes(workers, settings), text, piece=AUDIT_PIECE)
+    check, workers.begun = workers.begun, None
+    check.passes.poll = poll
     try:
-        return read_text(passes, text, piece=AUDIT_PIECE)
+        return check.run()
     except MadeWay:
+        workers.begun = check
         return None

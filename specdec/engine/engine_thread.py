@@ -30,13 +30,22 @@ MAX_UNCLEAN_STEPS = 3
 
 
 class IdleWork(Protocol):
-    """What the thread does while no request is there.  has_work: whether there is anything."""
+    """What the thread does while no request is there.  has_work: whether there is anything.
+
+    is_due: whether a part of it is to run now, though requests are there.
+    """
 
     @property
     def has_work(self) -> bool: ...
 
+    @property
+    def is_due(self) -> bool: ...
+
     def work(self, engine: Engine[Any], is_wanted: Callable[[], bool]) -> None:
         """A part of it, which should end soon after the thread is wanted for something else."""
+
+    def work_between(self, engine: Engine[Any]) -> None:
+        """A small part of it, between two steps."""
 
 
 _threads: weakref.WeakSet[EngineThread] = weakref.WeakSet()
@@ -250,6 +259,8 @@ class EngineThread:
         if self._output_queues and not self.is_closed:
             self._guarded(self.engine.step)
             self._deliver()
+            if self.idle_work is not None and self.idle_work.is_due:
+                self._guarded(self._work_between)
         elif self._has_idle_work and not self.is_closed:
             self._guarded(self._work_idle)
 
@@ -260,6 +271,10 @@ class EngineThread:
     def _work_idle(self) -> None:
         assert self.idle_work is not None
         self.idle_work.work(self.engine, lambda: self.is_closed or not self._commands.empty())
+
+    def _work_between(self) -> None:
+        assert self.idle_work is not None
+        self.idle_work.work_between(self.engine)
 
     def _add(self, queues: list[OutputQueue]) -> None:
         for queue in queues:

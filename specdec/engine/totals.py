@@ -75,7 +75,7 @@ class Totals:
     audit_texts: int = 0  # finished answers that the audit has compared with the reference
     audit_tokens: int = 0  # their tokens
     audit_mismatch: int = 0  # those of them that rounding does not explain
-    audit_interrupted: int = 0  # passes of the audit that made way for requests, to begin anew later
+    audit_interrupted: int = 0  # times that the audit made way for requests, to go on later
     audit_skipped: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(SKIPPED, 0)))  # answers, by why
     paths: Counter[tuple[int, int]] = field(default_factory=Counter)  # rows of rounds, by the tree's levels and those accepted
     first_token: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN_BOUNDS))  # seconds from a request's arrival

@@ -246,8 +246,8 @@ def audit_bytes(config: ModelConfig, settings: EngineSettings, weights: int) -> 
     """What comparing a longest text with the reference takes on a rank while it goes on; 0 without `audit`.
 
     weights: the bytes of the rank's share of the target.  In the wider dtype, there are one layer and the tables of embeddings,
-    what a pass over the text takes, the scores of all pairs of its tokens where attention keeps them, and some logits; and on
-    a GPU what cuBLAS keeps.
+    what a pass over the text takes, what it is given once more where it goes on after it has made way, the scores of all pairs
+    of its tokens where attention keeps them, and some logits; and on a GPU what cuBLAS keeps.
     """
     options, own = settings.options, settings.dtype.itemsize
     if not options.audit:
@@ -259,7 +259,8 @@ def audit_bytes(config: ModelConfig, settings: EngineSettings, weights: int) -> 
     widened = (tables + layer) * wide // own if wide > own else 0
     scores = 3 * wide * config.num_heads * tokens**2
     products = PRODUCTS_BYTES if settings.device.type == "cuda" else 0
-    return widened + pass_bytes(config, tokens, AUDIT_PIECE * LOGITS_COPIES, 0, wide) + scores + products
+    again = 2 * config.hidden_size  # a layer's residual stream and its norm, of a token
+    return widened + pass_bytes(config, tokens, AUDIT_PIECE * LOGITS_COPIES, again, wide) + scores + products
 
 
 def pool_bytes(device: torch.device, asked: str | int | float = "auto", reserved: int = 0) -> float:

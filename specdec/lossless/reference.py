@@ -20,8 +20,11 @@ vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +32,7 @@ from torch import Tensor
 from specdec.attention.caches.quant_cache import as_stored
 from specdec.loading.resolve import EngineSettings
 from specdec.lossless.choice import GeneratedText, least_raise
-from specdec.lossless.passes import DensePasses, Poll
+from specdec.lossless.passes import DensePasses, Poll, never
 from specdec.ops.cuda_graph import on_device
 from specdec.ops.launch import launching
 from specdec.runner.workers import Workers
@@ -77,24 +80,11 @@ class ReferenceCheck:
     unsure: int
 
 
-@torch.inference_mode()
 def read_text(
     passes: DensePasses, text: GeneratedText, asked: Iterable[tuple[int, int]] = (), piece: int = PIECE
 ) -> ReferenceCheck:
-    """Compares each token of the output with the reference.
-
-    asked: places of the output, and other tokens to judge there.  piece: how many places' logits are held at once.
-    """
-    extra = list(asked)
-    look = _Look(passes, text, {place for place, _ in extra}, piece)
-    judged = [look.judge(place, token) for place, token in [*((p, text.token_ids[p]) for p in look.off), *extra]]
-    for number in range(PASSES_CHOOSING if passes.choosing else PASSES_STEPS if passes.steps else 0):
-        if all(each.is_explained or each.margin is None for each in judged):
-            break
-        look.measure(passes.hidden_nearby(look.before, number))
-        judged = [replace(each, bound=look.bound_I[each.index].item()) for each in judged]
-    own = len(look.off)
-    return ReferenceCheck(judged[:own], judged[own:], look.bound_I.median().item(), int((look.gap_I <= look.bound_I).sum()))
+    """Compares each token of the output with the reference: see TextCheck."""
+    return TextCheck(passes, text, asked, piece).run()
 
 
 def passes_of(session: Session) -> DensePasses:
@@ -117,72 +107,133 @@ def _read_share(
     return read_text(share_of_passes(workers, settings), text, asked)
 
 
-def share_of_passes(workers: Workers, settings: EngineSettings, poll: Poll | None = None) -> DensePasses:
+def share_of_passes(workers: Workers, settings: EngineSettings, poll: Poll = never) -> DensePasses:
     """A rank's share of a decoder's passes.  settings: of any of its ranks.  poll: see DensePasses."""
     verifier, device = workers.verifier, workers.state.lens_B.device
     return DensePasses(verifier.model, replace(settings, device=device), as_stored(verifier.cache), poll)
 
 
-class _Look:
-    """One text's wide pass, and the noise at each of its places as far as it has been measured.
+class TextCheck:
+    """Compares each token of an output with the reference.
+
+    asked: places of the output, and other tokens to judge there.  piece: how many places' logits are held at once.
+    Where a poll of the passes raises MadeWay, `run` ends; the next call goes on there, with all that has been compared.
 
     before: the ids whose logits choose the text's tokens, from the prompt's first one on.
-    off: the places of the output where the wide pass takes another token than the text.
-    gap_I: how far the second-best token's score lies below the best, in logits.  bound_I: see Judged.
     """
 
-    def __init__(self, passes: DensePasses, text: GeneratedText, places: set[int], piece: int) -> None:
+    def __init__(
+        self, passes: DensePasses, text: GeneratedText, asked: Iterable[tuple[int, int]] = (), piece: int = PIECE
+    ) -> None:
         assert text.token_ids, "an output without tokens says nothing"
         self.passes, self.text, self._piece = passes, text, piece
-        self.before = [*text.prompt_ids, *text.token_ids][:-1]
+        self._asked = list(asked)
+        self._before = [*text.prompt_ids, *text.token_ids][:-1]
         self._skipped = max(0, len(text.prompt_ids) - 1 - PROMPT_PLACES)
         self._prompt_places = len(text.prompt_ids) - 1 - self._skipped
-        self.off: list[int] = []
-        self._logits: dict[int, Tensor] = {}  # of the places that are judged
-        with passes.wide():
-            self._read_wide(passes.hidden(self.before)[self._skipped :], places)
-        self._noise_R = torch.zeros(len(self._leading_RC), dtype=torch.float32, device=passes.device)
-        self._median: float | None = None
-        self.measure(passes.hidden(self.before))
-
-    def _read_wide(self, hidden_RH: Tensor, places: set[int]) -> None:
-        """Chooses tokens by the logits after each place, and keeps what is needed of these logits."""
-        ids_R = torch.tensor(
-            [*self.before, self.text.token_ids[-1]][self._skipped + 1 :], dtype=torch.int64, device=hidden_RH.device
+        self._ids_R = torch.tensor(
+            [*self._before, text.token_ids[-1]][self._skipped + 1 :], dtype=torch.int64, device=passes.device
         )
-        leading, values, gaps = [], [], []
-        for start in range(0, len(hidden_RH), self._piece):
-            logits_RV, ids = self.passes.logits(hidden_RH[start : start + self._piece]), ids_R[start : start + self._piece]
-            first = start - self._prompt_places  # the piece's first place, counted in the output
-            scores_RV = self.text.scores(logits_RV, range(first, first + len(logits_RV)))
-            best_R2 = scores_RV.topk(2)
-            leading.append(torch.cat((scores_RV.topk(min(LEADING, scores_RV.shape[1])).indices, ids[:, None]), dim=1))
-            values.append(logits_RV.gather(1, leading[-1]))
-            gaps.append((best_R2.values[:, 0] - best_R2.values[:, 1]) * (self.text.sampling.temperature or 1.0))
-            off = [first + row for row in (best_R2.indices[:, 0] != ids).nonzero()[:, 0].tolist() if first + row >= 0]
-            self.off += off
-            for place in {*off, *(place for place in places if first <= place < first + len(logits_RV))}:
-                self._logits[place] = logits_RV[place - first].clone()
-        self._leading_RC, self._logits_RC = torch.cat(leading), torch.cat(values)
-        self.gap_I = torch.cat(gaps)[self._prompt_places :]
+        self._passes_done = 0
+        self._hidden_RH: Tensor | None = None  # of the pass whose logits are being read
+        self._read = 0  # its places whose logits have been read
+        self._wide = _WideLogits([], [], [])
+        self._open: deque[tuple[int, int, Tensor]] = deque()  # places, tokens to judge there, and logits
+        self._off: list[int] = []  # places of the output where the wide pass takes another token than the text
+        self._judged: dict[tuple[int, int], Judged] = {}  # by place and token
+        self._noise: list[Tensor] = []  # of the pass under way, by piece
+        self._noise_R: Tensor | None = None  # the largest of all passes
+        self._median = 0.0  # of the first one
 
-    def measure(self, hidden_TH: Tensor) -> None:
+    @torch.inference_mode()
+    def run(self) -> ReferenceCheck:
+        passes = self.passes
+        if self._passes_done == 0:
+            with passes.wide():
+                self._read_pass(passes.hidden, self._choose)
+        if self._passes_done == 1:
+            self._measure(passes.hidden)
+        most = PASSES_CHOOSING if passes.choosing else PASSES_STEPS if passes.steps else 0
+        while (number := self._passes_done - 2) < most and not all(map(_is_settled, self._judged.values())):
+            self._measure(partial(passes.hidden_nearby, number=number))
+        bound_I = self._bound_I()
+        gap_I = torch.cat(self._wide.gaps)[self._prompt_places :]
+        off = [self._judged[place, self.text.token_ids[place]] for place in self._off]
+        asked = [self._judged[each] for each in self._asked]
+        return ReferenceCheck(off, asked, bound_I.median().item(), int((gap_I <= bound_I).sum()))
+
+    def _read_pass(self, hidden: Callable[[Sequence[int]], Tensor], read: Callable[[int, Tensor], None]) -> None:
+        """One pass, or what is left of it: read(first place, logits) for each piece of it."""
+        if self._hidden_RH is None:
+            self._hidden_RH = hidden(self._before)[self._skipped :]
+        while True:
+            while self._open:
+                self.passes.poll()
+                self._judge(*self._open[0])
+                self._open.popleft()
+            if self._read >= len(self._hidden_RH):
+                break
+            read(self._read, self.passes.logits(self._hidden_RH[self._read : self._read + self._piece]))
+            self._read += self._piece
+        self._hidden_RH, self._read = None, 0
+        self._passes_done += 1
+
+    def _choose(self, start: int, logits_RV: Tensor) -> None:
+        """Takes what is needed of the wide pass's logits after these places, of which `start` is the first."""
+        ids_R = self._ids_R[start : start + self._piece]
+        places = range(start - self._prompt_places, start - self._prompt_places + len(logits_RV))  # counted in the output
+        scores_RV = self.text.scores(logits_RV, places)
+        best_R2 = scores_RV.topk(2)
+        leading_RC = torch.cat((scores_RV.topk(min(LEADING, scores_RV.shape[1])).indices, ids_R[:, None]), dim=1)
+        gaps_R = (best_R2.values[:, 0] - best_R2.values[:, 1]) * (self.text.sampling.temperature or 1.0)
+        self._wide.leading.append(leading_RC)
+        self._wide.logits.append(logits_RV.gather(1, leading_RC))
+        self._wide.gaps.append(gaps_R)
+        off = [places[row] for row in (best_R2.indices[:, 0] != ids_R).nonzero()[:, 0].tolist() if places[row] >= 0]
+        self._off += off
+        own = ((place, self.text.token_ids[place]) for place in off)
+        asked = (each for each in self._asked if each[0] in places)
+        self._open += ((place, token, logits_RV[place - places[0]]) for place, token in dict.fromkeys((*own, *asked)))
+
+    def _measure(self, hidden: Callable[[Sequence[int]], Tensor]) -> None:
         """Takes the noise of one more pass in the model's own dtype into account."""
-        hidden_RH, noise = hidden_TH[self._skipped :], []
-        for start in range(0, len(hidden_RH), self._piece):
-            leading_RC = self._leading_RC[start : start + self._piece]
-            logits_RC = self.passes.logits(hidden_RH[start : start + self._piece]).gather(1, leading_RC)
-            error_RC = logits_RC.to(self._logits_RC.dtype) - self._logits_RC[start : start + self._piece]
-            noise.append((error_RC.amax(1) - error_RC.amin(1)).float())
-        noise_R = torch.cat(noise)
-        if self._median is None:
-            self._median = noise_R.median().item()
+        self._read_pass(hidden, self._compare)
+        noise_R, self._noise = torch.cat(self._noise), []
+        if self._noise_R is None:
+            self._noise_R, self._median = noise_R, noise_R.median().item()
         self._noise_R = torch.maximum(self._noise_R, noise_R)
-        self.bound_I = FACTOR * self._noise_R.clamp(min=self._median)[self._prompt_places :]
+        bound_I = self._bound_I()
+        self._judged = {key: replace(each, bound=bound_I[each.index].item()) for key, each in self._judged.items()}
 
-    def judge(self, place: int, token: int) -> Judged:
-        logits_V = self._logits[place]
+    def _compare(self, start: int, logits_RV: Tensor) -> None:
+        number = start // self._piece
+        wide_RC = self._wide.logits[number]
+        error_RC = logits_RV.gather(1, self._wide.leading[number]).to(wide_RC.dtype) - wide_RC
+        self._noise.append((error_RC.amax(1) - error_RC.amin(1)).float())
+
+    def _bound_I(self) -> Tensor:
+        assert self._noise_R is not None
+        return FACTOR * self._noise_R.clamp(min=self._median)[self._prompt_places :]
+
+    def _judge(self, place: int, token: int, logits_V: Tensor) -> None:
+        """By the wide logits.  The bound follows."""
         scores_V = self.text.scores(logits_V[None], [place])[0]
         rank = int((scores_V > scores_V[token]).sum()) + 1
         margin = least_raise(self.text, place, logits_V, token)
-        return Judged(place, token, int(scores_V.argmax()), rank, margin, self.bound_I[place].item())
+        self._judged[place, token] = Judged(place, token, int(scores_V.argmax()), rank, margin, 0.0)
+
+
+class _WideLogits(NamedTuple):
+    """What is kept of the wide pass's logits, by piece.
+
+    leading: ids of the tokens that are compared, [R, C].  logits: theirs.  gaps: how far the second-best token's score lies
+    below the best, in logits.
+    """
+
+    leading: list[Tensor]
+    logits: list[Tensor]
+    gaps: list[Tensor]
+
+
+def _is_settled(judged: Judged) -> bool:
+    return judged.is_explained or judged.margin is None

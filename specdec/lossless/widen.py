@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from specdec.lossless.passage import around_forward
+
 SMALL = 1 << 20  # numbers; such tensors (norms, biases, routers) are widened for as long as the model is
 
 
@@ -66,16 +68,9 @@ def _replace_while_it_runs(
     stack: ExitStack, layer: nn.Module, tensors: list[Tensor], change: Callable[[Tensor], Tensor]
 ) -> None:
     """Until the stack ends, these tensors of the layer are replaced during the layer's forward pass."""
-    now: list[Any] = []
 
-    def begin(*_: Any) -> None:
-        now.append(replaced(tensors, change))
-        now[-1].__enter__()
+    def run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with replaced(tensors, change):
+            return forward(*args, **kwargs)
 
-    def end(*_: Any) -> None:
-        if now:
-            now.pop().__exit__(None, None, None)
-
-    stack.callback(end)  # where the pass failed
-    stack.callback(layer.register_forward_pre_hook(begin).remove)
-    stack.callback(layer.register_forward_hook(end).remove)
+    stack.enter_context(around_forward(layer, run))

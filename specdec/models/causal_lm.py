@@ -184,6 +184,10 @@ class CausalLM(Target):
         hidden = normed if asked is None else select_rows(normed, asked)
         return TargetOutput(hidden, aux_TAH.flatten(1) if len(aux_layers) else None)
 
+    def chain(self) -> nn.ModuleList:
+        """See Target.chain."""
+        return self.layers
+
     def layer_inputs(self, ids_T: Tensor, x_TH: Tensor) -> Tensor | None:
         """[T, layers, P]: what each layer reads of each token beside the residual stream, given the embeddings; None: nothing.
 

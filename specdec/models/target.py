@@ -38,6 +38,7 @@ class Target(nn.Module):
     """A decoder-only language model.
 
     vocabulary: which of its tokens' logits this rank computes.  group: the ranks that hold the model together.
+    goes_on: whether a pass over a text may stop between two layers and go on there (`specdec/lossless/passage.py`).
 
     A draft head may share embed_tokens and lm_head with its target.  It indexes the embedding's weight directly, so
     embed_tokens must not scale or otherwise change the rows of its table.
@@ -48,6 +49,11 @@ class Target(nn.Module):
     lm_head: Linear
     vocabulary: Vocabulary
     group: Group = ALONE
+    goes_on: bool = True
+
+    @abstractmethod
+    def chain(self) -> nn.ModuleList:
+        """The layers, in their order: each reads what the one before has left."""
 
     @abstractmethod
     def forward(

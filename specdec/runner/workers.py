@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ class Workers:
     """verifier: runs the target.  drafter: None where there is plain decoding only.  state: all rows, then one of padding.
 
     counters: of the experts that either model's rounds choose; none before somebody has asked.  counts_experts: whether they
-    count now.
+    count now.  begun: what work of idle moments has begun and goes on with in the next one; None: nothing.
     """
 
     verifier: TargetVerifier
@@ -32,6 +33,7 @@ class Workers:
     state: BatchState
     counters: Sequence[ExpertCounter] = ()
     counts_experts: bool = False
+    begun: Any = None
 
     @property
     def caches(self) -> Sequence[CachedBySlot]:

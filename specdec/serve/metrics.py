@@ -37,7 +37,7 @@ GAUGES: dict[str, tuple[str, str]] = {  # name behind specdec_: field of Totals,
         "States of recurrent layers that are kept for later prompts; 0 for targets without such layers",
     ),
     "states": ("states_total", "How many such states can be kept"),
-    "audit_waiting": ("audit_waiting", "Finished answers that the audit is to compare when no request is there; 64 at most"),
+    "audit_waiting": ("audit_waiting", "Finished answers that the audit is to compare; 64 at most"),
     "drafting_stopped": ("drafting_stopped", "1 while nothing is drafted, because an audit or somebody has stopped it"),
 }
 AUDIT_AGE = ("specdec_audit_oldest_seconds", "Seconds for which the first of these has waited; 0 without one")
@@ -55,7 +55,7 @@ COUNTERS: dict[str, str] = {  # field of Totals: meaning; the metric's name is s
     "audit_texts": "Finished answers that the audit has compared with the target",
     "audit_tokens": "Tokens of these answers",
     "audit_mismatch": "Tokens of these that the target would not write, and that rounding does not explain",
-    "audit_interrupted": "Passes of the audit that made way for requests, to begin anew later",
+    "audit_interrupted": "Times that the audit made way for requests, to go on later",
 }
 DEPTHS: dict[str, str] = {  # likewise, with the label depth, from 1
     "reached_by_depth": "Rounds of a request that accepted all levels of the draft tree before this one",

@@ -55,6 +55,7 @@ OTHER: dict[str, tuple[list[str], Any]] = {  # of each option: a value that is n
     "corpus_memory": (["1GiB"], 1 << 30),
     "audit": (["0.5"], 0.5),
     "audit_max_tokens": (["99"], 99),
+    "audit_busy": (["0.5"], 0.5),
     "audit_stop": ([], True),
     "audit_folder": (["wrong"], "wrong"),
     "shapes": (["3,1 5,8,32"], (SpecConfig(3, 1), SpecConfig(5, 8, 32))),

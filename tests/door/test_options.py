@@ -135,7 +135,7 @@ def test_what_runs_is_told_for_every_option(zoo: Zoo) -> None:
         "state_cache": "auto",
         "deterministic": False, "prefill_chunk": "auto", "threads": 1, "draft_format": "auto", "draft_pickle": False,
         "draft_quantize": "none", "beyond_trained": "draft", "smoke": False, "corpus": None, "corpus_memory": "256MiB",
-        "audit": 0.0, "audit_max_tokens": 2048, "audit_stop": False, "audit_folder": "specdec-audit",
+        "audit": 0.0, "audit_max_tokens": 2048, "audit_busy": 0.0, "audit_stop": False, "audit_folder": "specdec-audit",
         "shapes": None,
         "chat_template": None,
     }  # fmt: skip

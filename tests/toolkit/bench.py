@@ -49,6 +49,9 @@ class StubModel(torch.nn.Module):
         assert positions_T.tolist() == list(range(len(ids_T)))
         return SimpleNamespace(hidden_TH=torch.ones(len(ids_T), 1))
 
+    def chain(self):
+        return torch.nn.ModuleList()
+
     def logits(self, hidden):
         row = self.row + self.error if self.weight.dtype == self.dtype else self.row
         return row.expand(hidden.shape[0], -1)

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from specdec.attention.inputs import AttentionFn, DenseHeads, HeadInputs, LayerInputs, QueryInputs, SplitInputs
 from specdec.attention.kinds import Scoring
@@ -70,6 +70,10 @@ class TransformersTarget(Target):
         assert weight is not None
         self.lm_head = Linear.of(own_rows(weight, shard), None if bias is None else own_rows(bias, shard))
 
+    def chain(self) -> nn.ModuleList:
+        """See Target.chain."""
+        return self.parts.layers
+
     def forward(
         self,
         ids_T: Tensor,
@@ -122,7 +126,8 @@ class TransformersTarget(Target):
         scoring = Scoring(call.scaling, call.softcap, self._sinks_of(layer, call.sinks_H), call.slopes_H)
         source = self.config.kv_source[layer]
         if source != layer:
-            assert call.key is keys[source], f"layer {layer} was to read the keys of layer {source}"
+            # A pass that goes on at a later layer has run that one in an earlier call.
+            assert call.key is keys.get(source, call.key), f"layer {layer} was to read the keys of layer {source}"
             queries = QueryInputs(call.query[0].transpose(0, 1).contiguous(), self._query_prep)
             return attn(layer, queries, cut.rows_R if cut and layer >= cut.first else None, scoring)[None]
         keys[layer] = call.key

@@ -51,6 +51,7 @@ def test_passes_take_no_more_than_is_kept_free(tmp_path: Path) -> None:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         held = torch.cuda.memory_allocated()
-        work_by_hand(driver)
+        while auditor_of(driver).has_work:  # what goes on holds more than what runs through
+            work_by_hand(driver, lambda: True)
         took, kept = torch.cuda.max_memory_allocated() - held, audit_bytes(model.config, decoder.settings, size)
         assert took <= kept

@@ -49,6 +49,9 @@ class Scripted:
     def logits(self, hidden_RV: Tensor) -> Tensor:
         return hidden_RV
 
+    def poll(self) -> None:
+        """Nobody waits."""
+
 
 def noise_of(wide_V: Tensor, own_V: Tensor, token: int) -> float:
     """How far the errors of the leading tokens, and of the text's own, lie apart."""

@@ -8,6 +8,7 @@ from itertools import count
 from typing import Any
 
 from specdec.audit.auditor import Auditor
+from specdec.audit.idle_pass import every_other, goes_on
 from specdec.engine.totals import Totals
 from toolkit.driver import Driver
 
@@ -53,3 +54,31 @@ def weights(driver: Driver) -> dict[str, tuple[Any, ...]]:
 def switch_drafting(driver: Driver, enabled: bool) -> None:
     """As `SpecDecoder.set_drafting`, for a test that steps the engine itself."""
     driver._scheduler.speculation.is_stopped = not enabled
+
+
+def every_step() -> Callable[[], None]:
+    """A poll that stops a check before each of its steps, once."""
+    return every_other()
+
+
+def begun_by(driver: Driver) -> Any:
+    """The comparison that has made way on the first rank; None: none has."""
+    return driver._workers.begun
+
+
+def check_going_on(driver: Driver) -> bool:
+    """What the decoder notes of its target when it begins."""
+    found: bool = driver._runner.on_all_ranks(goes_on, driver.decoder.settings)
+    return found
+
+
+def at_ends(driver: Driver) -> list[int]:
+    """How many answers the audit had compared as each request came to its end; grows while requests run."""
+    seen = list[int]()
+    driver._scheduler.on_answer.append(lambda request: seen.append(driver._scheduler.totals.audit_texts))
+    return seen
+
+
+def work_between_by_hand(driver: Driver) -> None:
+    """As `work_by_hand`, as if requests ran."""
+    auditor_of(driver).work_between(driver._engine)
