@@ -15,10 +15,12 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     """Has `write` make another file, which then takes this one's place.
 
     A pipe or a device is written itself, and so is a file in a folder that takes no other one; that may end half-written.
+    So is what /dev names: /dev/stdout may lead to a file that the program has open, and goes on writing.
     OSError, which names the file, leaves it as it was.
     """
     try:
-        if path.exists() and not (path.is_file() and os.access(path.resolve().parent, os.W_OK)):
+        is_replaced = path.is_file() and path.parts[:2] != ("/", "dev") and os.access(path.resolve().parent, os.W_OK)
+        if path.exists() and not is_replaced:
             write(path)
             return
         real = path.resolve()  # a link goes on naming the file that it names

@@ -114,6 +114,15 @@ def test_links_and_pipes_stay_what_they_are(tmp_path: Path) -> None:
     os.close(reader)
 
 
+def test_what_dev_names_is_written_itself(tmp_path: Path) -> None:
+    """Keeps out: a page on /dev/stdout that takes the place of the file to which stdout goes, with whatever else is printed."""
+    code = "from pathlib import Path; from specdec.files.whole import write_text_whole as write; print('a', flush=True); "
+    code += "write(Path('/dev/stdout'), 'b'); print('c')"
+    with (tmp_path / "out").open("a") as out:
+        subprocess.run([sys.executable, "-c", code], stdout=out, check=True)
+    assert "c" in (tmp_path / "out").read_text()
+
+
 FULL = """
 import resource, signal, sys
 from pathlib import Path
