@@ -8,7 +8,7 @@ MARK = "specdec-thought-"  # other servers' texts do not begin with it
 
 
 def pack(thought: str) -> str:
-    return MARK + urlsafe_b64encode(thought.encode("utf-8", "surrogatepass")).decode("ascii")
+    return MARK + urlsafe_b64encode(thought.encode("utf-8")).decode("ascii")
 
 
 def unpack(packed: object) -> str | None:
@@ -16,6 +16,6 @@ def unpack(packed: object) -> str | None:
     if not isinstance(packed, str) or not packed.startswith(MARK):
         return None
     try:
-        return urlsafe_b64decode(packed.removeprefix(MARK)).decode("utf-8", "surrogatepass")
-    except ValueError:  # somebody has cut or changed it
+        return urlsafe_b64decode(packed.removeprefix(MARK)).decode("utf-8")
+    except ValueError:  # somebody has cut or changed it; bytes of half a surrogate pair are no text, here as in bodies
         return None

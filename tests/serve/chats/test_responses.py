@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from base64 import urlsafe_b64encode
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from toolkit.serving.scripted import save_scripted
 from toolkit.serving.server import Served, error_of
 
 from specdec import SpecConfig, SpecDecoder
+from specdec.serve.responses.thoughts import MARK, pack, unpack
 
 PATH = "/v1/responses"
 SCRIPT = {
@@ -181,3 +183,10 @@ def test_a_number_that_no_answer_can_repeat(scripted: Served, name: str, stream:
     body = json.dumps({"input": "a", "stream": stream, name: {"summary": "1e999"}}).replace('"1e999"', "1e999")
     error = error_of(scripted.post(PATH, body.encode()), 400)
     assert error["param"] == name and f"{name} must hold finite numbers" in error["message"]
+
+
+def test_a_made_up_thought_is_no_thought() -> None:
+    """Keeps out: half a surrogate pair that passes the body's checks as the bytes of a thought, which no tokenizer can read."""
+    assert unpack(pack("a thought \U0001f600")) == "a thought \U0001f600"
+    for made_up in (b"\xed\xa0\x80", b"\xff"):
+        assert unpack(MARK + urlsafe_b64encode(made_up).decode()) is None
