@@ -42,11 +42,13 @@ class Stats:
         self.emitted += accepted + 1
         self.accepted_per_round.append(accepted)
         missing = depths - len(self.reached_by_depth)
-        self.reached_by_depth += [0] * missing
-        self.accepted_by_depth += [0] * missing
-        for depth in range(depths):
-            self.reached_by_depth[depth] += accepted >= depth
-            self.accepted_by_depth[depth] += accepted > depth
+        if missing > 0:
+            self.reached_by_depth += [0] * missing
+            self.accepted_by_depth += [0] * missing
+        for depth in range(min(accepted + 1, depths)):
+            self.reached_by_depth[depth] += 1
+        for depth in range(accepted):
+            self.accepted_by_depth[depth] += 1
 
     @property
     def accept_length(self) -> float:

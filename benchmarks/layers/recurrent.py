@@ -29,8 +29,8 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -216,15 +216,24 @@ def errors_of(
         return memory.clone().index_fill_(0, steps.write_B, torch.nan)
 
     layer = mapped(world.layers[0], poisoned)
-    torch.use_deterministic_algorithms(True, warn_only=True)  # by which torch fills new tensors with NaN
-    got = call(layer, tiles)
-    torch.use_deterministic_algorithms(False)
+    with new_tensors_of_nan():
+        got = call(layer, tiles)
     of_nodes = None, *[steps.parents_BN.shape[1]] * 3
     left = [
         share(a[steps.write_B][:, :count], b[steps.write_B][:, :count])
         for a, b, count in zip(getattr(layer, part), exact, of_nodes)
     ]
     return [share(got, want), max(left, key=lambda each: (each != each, each))]
+
+
+@contextmanager
+def new_tensors_of_nan() -> Iterator[None]:
+    """Inside, torch fills new tensors with NaN.  Tiles that can't run must not leave that to what is timed later."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def share(got: Tensor, want: Tensor) -> float:

@@ -59,7 +59,7 @@ SHAPES: dict[str, dict[str, tuple[int, int]]] = {
     "gpt-oss-20b": {"qkv": (5120, 2880), "o": (2880, 4096), "lm_head": (201088, 2880)},
     "Qwen3-30B-A3B": {"qkv": (5120, 2048), "o": (2048, 4096), "lm_head": (151936, 2048)},
 }  # fmt: skip
-ADDED = ("out", "down")
+ADDED = ("out", "o", "down")
 ROOM = {1: WHOLE_SM, 2: HALF_SM, 3: 74_000}  # bytes of a program's stages, by programs of an SM
 # Weight rows and columns of a step, and programs of an SM.  With more rows of x, tiles of more weight rows read x less often.
 PIECES = ((64, 256, 1), (64, 256, 2), (64, 128, 1), (64, 128, 2), (64, 128, 3), (128, 128, 1), (128, 128, 2), (128, 256, 1))

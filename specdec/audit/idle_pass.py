@@ -17,6 +17,7 @@ from specdec.lossless.choice import GeneratedText
 from specdec.lossless.passage import MadeWay
 from specdec.lossless.passes import DensePasses, Poll
 from specdec.lossless.reference import ReferenceCheck, TextCheck, share_of_passes
+from specdec.options import EngineOptions
 from specdec.parallel.group import Group
 from specdec.runner.workers import Workers
 
@@ -86,6 +87,15 @@ def goes_on(workers: Workers, settings: EngineSettings) -> bool:
     alike = got_TH is not None and bool((got_TH - want_TH).norm() <= MAX_CHANGE * want_TH.norm())
     model.goes_on = model.group.all_reduce_min(float(alike), device) > 0
     return model.goes_on
+
+
+def check_share(options: EngineOptions) -> None:
+    """ValueError where comparisons may have a layer at a time, of a target whose passes can't go on: none would ever end."""
+    if options.audit_busy:
+        raise ValueError(
+            "audit_busy must be 0 for this target, whose passes can't go on where they have stopped, got "
+            f"{options.audit_busy}; nearest setting that works: audit_busy=0; comparisons then run while no request is there"
+        )
 
 
 def every_other() -> Poll:

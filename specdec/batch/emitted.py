@@ -97,11 +97,12 @@ class EmittedRows(NamedTuple):
 
     def read(self, numbers_BX: Tensor) -> list[Emitted]:
         """What each row emitted.  numbers_BX: these numbers on the host."""
-        end, found = self._end, list[Emitted]()
+        end, named, halts, found = self._end, self.num_sources > 0, self.says_halts, list[Emitted]()
         for row in numbers_BX.tolist():
-            sources = row[end : end + max(0, row[0])] if self.num_sources else ()
-            best, halted = (row[end - 2], row[end - 1]), self.says_halts and row[-1] > 0
-            found.append(Emitted(row[1 : row[0] + 2], best=best, sources=sources, halted=halted))
+            accepted = row[0]
+            sources = row[end : end + max(0, accepted)] if named else ()
+            best = row[end - 2], row[end - 1]
+            found.append(Emitted(row[1 : accepted + 2], (), best, sources, None, (), halts and row[-1] > 0))
         return found
 
 

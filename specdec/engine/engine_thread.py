@@ -259,7 +259,8 @@ class EngineThread:
         if self._output_queues and not self.is_closed:
             self._guarded(self.engine.step)
             self._deliver()
-            if self.idle_work is not None and self.idle_work.is_due:
+            # After a step that failed nothing else may end well, or MAX_UNCLEAN_STEPS would never be counted.
+            if self.idle_work is not None and not self._unclean and self.idle_work.is_due:
                 self._guarded(self._work_between)
         elif self._has_idle_work and not self.is_closed:
             self._guarded(self._work_idle)

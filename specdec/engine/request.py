@@ -58,6 +58,7 @@ class Request:
     is_halted: bool = False  # whether the text needs masks where it stands, as far as rounds have said
     _unread: int = 0
     _unread_rounds: int = 0
+    _names: dict[int, str] = field(default_factory=dict)  # of `_named`
 
     @classmethod
     def new(
@@ -187,11 +188,11 @@ class Request:
         self._take(emitted)
 
     def _take(self, emitted: Emitted) -> None:
-        tokens = emitted.tokens
-        self.origins += range(1, len(tokens))  # before the tokens are taken, since a tokenizer may fail at one of them
+        tokens, drafted = emitted.tokens, len(emitted.tokens) - 1
+        if drafted:  # before the tokens are taken, since a tokenizer may fail at one of them
+            self.origins += range(1, drafted + 1)
+            self.sources += map(self._named, emitted.sources) if emitted.sources else [self._named(1)] * drafted
         self.origins.append(0)
-        drafted = len(tokens) - 1
-        self.sources += map(self._named, emitted.sources or [1] * drafted)
         self.sources.append("")
         kept = self.output.take(tokens)
         if kept < len(tokens):
@@ -205,7 +206,10 @@ class Request:
 
     def _named(self, bits: int) -> str:
         """The sources of one token.  bits: see Emitted.sources."""
-        return source_name(bits, self.source_names)
+        name = self._names.get(bits)
+        if name is None:
+            name = self._names[bits] = source_name(bits, self.source_names)
+        return name
 
     def next_chunk(self) -> Chunk:
         """The tokens and the text that came since the last call."""
@@ -273,6 +277,11 @@ class RequestState:
     def resumes(self) -> bool:
         """Whether the first token of the output is known."""
         return self.next_token >= 0
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether no round and chunk run in one pass beside it: its rounds run phase by phase, or its prompt is scored."""
+        return self.request.choice.grammar is not None or (self.request.is_scored and not self.runs)
 
     @property
     def left(self) -> PromptRest:

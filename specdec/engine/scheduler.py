@@ -173,14 +173,13 @@ class Scheduler:
         return steps.EnterRows(tuple(entries)) if entries else None
 
     def next(self) -> Launch | None:
-        """The next pass: a chunk, a round, or both in one; without `mixing` they take turns.  None: there is nothing to launch.
+        """The next pass: a chunk, a round, or both in one; without `mixing`, or where some request must, they take turns.
 
-        They take turns, too, where a request has a grammar, because its rounds run phase by phase, or its prompt is scored.
+        None: there is nothing to launch.
         """
         entering = any(not state.runs for state in self.states)
         running = sum(state.runs and state.tokens_left > 0 for state in self.states)
-        is_special = any(state.request.choice.grammar or (state.request.is_scored and not state.runs) for state in self.states)
-        if entering and running and self.mixing and not is_special:
+        if entering and running and self.mixing and not any(state.takes_turns for state in self.states):
             launch = self._next_round()  # planned first, so that prompts which end in the chunk are not among its rows
             (planned,) = launch.planned
             assert isinstance(planned.step, steps.RunRound)
@@ -239,17 +238,20 @@ class Scheduler:
     def _take(self, planned: Planned, emitted: Sequence[Emitted]) -> None:
         """Hands the tokens of one chunk or round to its requests."""
         step = planned.step
-        for index, (state, row) in enumerate(zip(planned.states, emitted, strict=False)):  # a round's padding comes last
-            if state is None or not (isinstance(step, steps.RunRound) or row.tokens or row.scores):
-                continue
-            state.unread -= isinstance(step, steps.RunRound) or bool(row.tokens)
-            if state.request.is_done:
-                continue
-            if isinstance(step, steps.RunRound):
-                state.request.is_halted = row.halted
-                self._hand_out(state, row, (step.drafted, step.depths) if planned.speculates[index] else (0, 0))
-            else:
-                self._hand_out(state, row, None, step.parts[index].start)
+        if isinstance(step, steps.RunChunk):
+            for part, state, row in zip(step.parts, planned.states, emitted, strict=True):
+                if state is not None and (row.tokens or row.scores):
+                    state.unread -= bool(row.tokens)
+                    if not state.request.is_done:
+                        self._hand_out(state, row, None, part.start)
+            return
+        tree = step.drafted, step.depths
+        for state, drafts, row in zip(planned.states, planned.speculates, emitted, strict=False):  # padding comes last
+            if state is not None:
+                state.unread -= 1
+                if not state.request.is_done:
+                    state.request.is_halted = row.halted
+                    self._hand_out(state, row, tree if drafts else (0, 0))
 
     def _next_chunk(self, running: int, budget: ChunkBudget) -> Planned:
         entering = [(row, state) for row, state in enumerate(self.states) if not state.runs]
@@ -263,13 +265,14 @@ class Scheduler:
                 states.append(state)
                 if state.runs:
                     self._rows_changed()
-        ending = [(state.request, state.request.choice.needs) for state in states if state is not None and state.runs]
+        ending = [state.request for state in states if state is not None and state.runs]
+        needs = self._batch_needs.of(request.choice.needs.where(self._speculates(request)) for request in ending)
         cost = sum(self.budget.cost(part.start, len(part.token_ids)) for part in parts)
         cost += sum(self.budget.cost(0, len(part.encoder_input.token_ids)) for part in parts if part.encoder_input)
         drafted = any(self._speculates(state.request) for state in states if state is not None)
         may_capture = self.budget.may_capture(cost, running)
         tops = max(state.request.sampling.prompt_logprobs or 0 for state in states if state is not None)
-        return Planned(steps.RunChunk(tuple(parts), self._needs(ending), drafted, cost, may_capture, tops_for(tops)), states)
+        return Planned(steps.RunChunk(tuple(parts), needs, drafted, cost, may_capture, tops_for(tops)), states)
 
     def _next_round(self) -> Launch:
         states = [state if state.runs else None for state in self.states]
@@ -277,9 +280,9 @@ class Scheduler:
             states.pop()
         rows = self._padded(len(states))
         before: list[steps.Step] = self._stop_drafting(states)
-        running = [(state.request, state.request.round_needs) for state in states if state is not None]
         speculates = tuple(state is not None and self._speculates(state.request) for state in states)
-        speculating = sum(speculates)
+        running, speculating = sum(state is not None for state in states), sum(speculates)
+        needs = {state.request.round_needs.where(drafts) for state, drafts in zip(states, speculates, strict=True) if state}
         if self.sharing is not None and self.sharing.group is None:
             # A page that is read for many rows at once reaches all of them if it holds NaN.  So while the drafter runs, rows
             # share no page that it has not written, although only rows that do not speculate would read that page.
@@ -289,9 +292,9 @@ class Scheduler:
         shared = bool(self.sharing and self.sharing.shares)
         first, step = self.speculation.next_round(
             rows,
-            self._needs(running),
+            self._batch_needs.of(needs),
             shared,
-            speculating / len(running),
+            speculating / running,
             tokens_of(states) if self.speculation.controller else 0,
             {state.request.shape for state, drafts in zip(states, speculates, strict=True) if state and drafts},
         )
@@ -308,10 +311,10 @@ class Scheduler:
     def _stop_drafting(self, states: list[RequestState | None]) -> list[steps.Step]:
         """The step by which rows in whose texts nothing more is drafted go on plainly, if there are any."""
         rows = []
-        for row, state in enumerate(states):
+        for row, state in enumerate(states) if self.speculation.may_be_over else ():
             if state is None or not self._speculates(state.request):
                 continue
-            if self.speculation.is_over(length := tokens_of([state])):
+            if self.speculation.is_over(length := state.request.num_tokens):
                 state.request.drafted_until = length - self.speculation.pause
                 rows.append(row)
         self._end_pause()
@@ -319,12 +322,8 @@ class Scheduler:
 
     def _end_pause(self) -> None:
         """Forgets the pause if no running row speculates: then no token is left that the drafter has not seen."""
-        if not any(state.runs and self._speculates(state.request) for state in self.states):
+        if self.speculation.pause and not any(state.runs and self._speculates(state.request) for state in self.states):
             self.speculation.pause = 0
-
-    def _needs(self, requests: list[tuple[Request, steps.Needs]]) -> steps.Needs:
-        """What a batch of these requests needs to draft and to choose its tokens."""
-        return self._batch_needs.of(needs.where(self._speculates(request)) for request, needs in requests)
 
     def _speculates(self, request: Request) -> bool:
         """Whether draft tokens may be accepted for the request, so that the drafter must know its text."""

@@ -62,6 +62,11 @@ class Speculation:
         """The most tokens that a round emits in a row."""
         return 1 + max((shape.levels for shape in self.shapes), default=0)
 
+    @property
+    def may_be_over(self) -> bool:
+        """Whether `is_over` can hold of any text."""
+        return self.is_stopped or self.max_draft_length is not None
+
     def is_over(self, tokens: int) -> bool:
         """Whether nothing is drafted in a text of so many tokens, or in none at all."""
         return self.is_stopped or (self.max_draft_length is not None and tokens >= self.max_draft_length)

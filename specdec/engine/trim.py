@@ -30,6 +30,7 @@ class Trimmer:
         self.stop_text: str | None = None  # the stop string that ended the text
         self._eos_ids = frozenset() if sampling.ignore_eos else eos_ids
         self._stop_ids = frozenset(sampling.stop_token_ids or ())
+        self._last_ids = self._eos_ids | self._stop_ids
         self._stops = StopStrings(sampling.stop_strings)
         self._decode, self._prompt_ids = decode, prompt_ids
         self._incremental = streaming or bool(sampling.stop_strings)
@@ -37,6 +38,10 @@ class Trimmer:
 
     def take(self, emitted: Sequence[int]) -> int:
         """Takes tokens in order until the request ends.  Returns how many it kept; the others are dropped."""
+        ids, is_open = self.token_ids, self.finish_reason is None and not self._incremental
+        if is_open and len(ids) + len(emitted) < self.sampling.max_tokens and self._last_ids.isdisjoint(emitted):
+            ids += emitted  # as below, for tokens that end nothing: most of them, of every row in every round
+            return len(emitted)
         if not self.sampling.max_tokens:  # the prompt alone was asked for, and its pass samples a token all the same
             self.finish_reason = "length"
         for kept, token in enumerate(emitted):

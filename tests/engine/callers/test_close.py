@@ -15,12 +15,14 @@ import weakref
 from collections.abc import Callable
 from contextlib import redirect_stderr
 from dataclasses import dataclass
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 from toolkit.driver import Driver
 from toolkit.inside.hooks import wait_for
 from toolkit.models import Zoo
+from toolkit.traffic.audit import auditor_of
 
 from specdec import AsyncSpecDecoder, SamplingParams, SpecConfig, SpecDecoder, shipped
 from specdec.screen.progress import Pace, show_progress
@@ -164,6 +166,23 @@ def test_an_error_that_ends_no_request_comes_to_an_end(make: Callable[[], SpecDe
     with pytest.raises(RuntimeError, match="has failed for good"):
         decoder.generate([1, 2], GREEDY)
     decoder.close()
+
+
+def test_work_between_steps_hides_no_failure(zoo: Zoo, tmp_path: Path) -> None:
+    """Keeps out: a mistake that every step raises again, for ever, because comparisons between these steps end well."""
+    decoder = zoo.decoder("llama", max_seq_len=96, audit=1.0, audit_busy=1.0, audit_folder=str(tmp_path))
+    driver = Driver(decoder)
+    auditor_of(driver).compare = never_ends
+    decoder.generate([3, 4], GREEDY)
+    with driver.fail_in_planning(KeyError("a mistake")), pytest.raises(RuntimeError, match="a mistake"):
+        decoder.generate([1, 2], GREEDY)
+    with pytest.raises(RuntimeError, match="has failed for good"):
+        decoder.generate([1, 2], GREEDY)
+    decoder.close()
+
+
+def never_ends(*_: object) -> None:
+    """A comparison that makes way each time."""
 
 
 def test_several_threads_close_one_decoder(make: Callable[[], SpecDecoder]) -> None:

@@ -110,7 +110,8 @@ def test_passes_nearby_go_on(zoo: Zoo, kept: str) -> None:
 
 
 def test_a_model_that_can_not_go_on_begins_anew(tmp_path: Path) -> None:
-    """Keeps out: right answers called wrong, because layers of a model leave for each other what no call of it keeps."""
+    """Keeps out: right answers called wrong, because layers of a model leave for each other what no call of it keeps; and a
+    share of a busy server's time in which no comparison ever ends."""
     with loaded(Families(tmp_path).target("llama"), backend="transformers") as decoder:
         driver, left, first, last = Driver(decoder), dict[str, torch.Tensor](), *(decoder.model.chain()[i].mlp for i in (0, -1))
         hooks = [
@@ -135,6 +136,9 @@ def test_a_model_that_can_not_go_on_begins_anew(tmp_path: Path) -> None:
             with suppress(MadeWay):
                 found = check.run()
         assert found == want and calls == 3
+        busy = decoder.settings.with_options(audit=1.0, audit_busy=0.5, audit_folder=str(tmp_path))
+        with pytest.raises(ValueError, match=r"audit_busy must be 0 for this target, .*got 0\.5; nearest .* audit_busy=0"):
+            SpecDecoder(decoder.model, None, busy, decoder.tokenizer)
         for hook in hooks:
             hook.remove()
         assert check_going_on(driver)
