@@ -33,6 +33,12 @@ GPUS = {
 CPU = GpuFacts(1e10, {})  # whereby scripts are tried: its times mean nothing
 
 
+def need_gpu() -> None:
+    """ValueError without one, before anything is compiled or measured."""
+    if not torch.cuda.is_available():
+        raise ValueError("this script needs an NVIDIA GPU, but torch sees none; nearest thing that works: a machine with one")
+
+
 def device_name() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 

@@ -36,6 +36,7 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+from gpus import need_gpu
 from graph_timing import replay_us
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
@@ -328,6 +329,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=math.inf, help="after so many no more tiles are tried")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    need_gpu()
     rule = RULES[args.rule]
     began, rows, prompt = time.perf_counter(), [], None
     trials = Trials(args.all, args.sweep, began + args.seconds)

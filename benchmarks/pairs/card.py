@@ -42,14 +42,21 @@ def _name_of(target: str) -> str:
     return (path.stem if path.suffix == ".gguf" else path.name).lower().replace(".", "-")
 
 
+def _known_as(target: str) -> str:
+    """A hub id as it is; of a file or a folder its name, because its place says nothing to whoever gets the head."""
+    return target if target.count("/") == 1 and not target.endswith(".gguf") else Path(target).name
+
+
 def card(folder: PartsFolder, name: str, head: str) -> str:
     """What training says of the head, and then how it is used, of what it was made, what was measured, and what it can't do."""
     plan, record = folder.plan, table_of(folder)
     own = {step: {part: held for part, held in record[step].items() if held.get("kind", part) == name} for step in MEASURED}
     told = markdown({**record, **own})
     chat = " --chat" if plan.chat else ""
+    trained = (folder.head(name) / "README.md").read_text()  # it names places of the machine that trained it
+    trained = trained.replace(f"`{plan.target}`", f"`{_known_as(plan.target)}`").replace(f"- {folder.path}/", "- ")
     return (
-        f"{(folder.head(name) / 'README.md').read_text()}\n"
+        f"{trained}\n"
         "## How to use it\n"
         f'```text\nspecdec generate --target TARGET --draft {head}{chat} "Are dogs real?"\n```\n'
         "TARGET is the target's folder or file; the draft is this folder. The text is the target's own whatever is drafted.\n\n"
@@ -58,5 +65,6 @@ def card(folder: PartsFolder, name: str, head: str) -> str:
         "arithmetic of GSM8K's training part (MIT), TinyStories (CDLA-Sharing-1.0) and books in the public domain. Requests "
         f"that share {RUN} words in a row with a prompt below were left out. The licence is that of the target.\n\n"
         f"## Measured\n{told}\n"
-        "## Limits\nIt was trained on short chats in English and Python, and drafts worse for anything else.\n"
+        f"## Limits\nIt was trained on short chats in English and Python, of at most {plan.width} tokens with their answers, "
+        "and drafts worse for anything else. In longer texts it goes on, and `specdec` warns of that: `--beyond-trained`.\n"
     )

@@ -154,6 +154,8 @@ class TimeBudget:
     """
 
     def __init__(self, seconds: float, where: str, clock: Callable[[], float] = time.monotonic) -> None:
+        if not seconds >= 0:  # nan too, with which a call never ends
+            raise ValueError(f"--seconds: expected at least 0, got {seconds:g}; nearest thing that works: 600")
         self.seconds, self.longest, self.where, self._clock, self._begun = seconds, 0.0, where, clock, clock()
 
     @property

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+from gpus import need_gpu
 from graph_timing import timed
 from torch import Tensor
 
@@ -267,6 +268,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=14, help="that compile side by side")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    need_gpu()
     cases = [(T, name) for T, name in GATE_UP if T in args.tokens and name in args.formats]
     began = time.perf_counter()
     todo = sorted({each for case in cases for each in tried(*case)}, key=lambda each: each.name)

@@ -80,6 +80,8 @@ class Texts:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.folder = None if args.texts is None else Path(args.texts)
+        if self.folder is not None and not self.folder.is_dir():
+            raise ValueError(f"--texts: expected a folder, got {self.folder}; nearest thing that works: leave it out")
 
     def of(self, kind: str, count: int, plain: SpecDecoder, base: SamplingParams) -> list[Text]:
         how, _, rest = kind.rpartition(":")

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 from toolkit.parallel.forked import launched_ranks
 from toolkit.paths import ROOT
 
@@ -63,6 +64,14 @@ def test_a_script_runs_by_its_name() -> None:
     assert told.startswith("usage: python benchmarks rounds.start [-h]")
     refused = subprocess.run([*command, "--only", "none"], capture_output=True, text=True)
     assert refused.returncode == 2 and "python benchmarks rounds.start: error: argument --only" in refused.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what a machine without a GPU says")
+@pytest.mark.parametrize("name", ["products.expert_tiles", "layers.recurrent"])
+def test_a_script_that_needs_a_gpu_says_so_first(as_command, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    """Keeps out: minutes of compiling on a machine that has no GPU, with an AssertionError of torch for each tile."""
+    assert door.answer([name]) == 2
+    assert f"python benchmarks {name}: error: this script needs an NVIDIA GPU" in capsys.readouterr().err
 
 
 SPAWNS = """'''Runs a function in another process.'''

@@ -131,6 +131,8 @@ def test_kinds_of_texts(pairs: Any, tmp_path: Path) -> None:
     for wrong, told in (("missing", "missing.jsonl"), ("worse:asked", "before the colon")):
         with pytest.raises(ValueError, match=told):
             made.check([wrong])
+    with pytest.raises(ValueError, match="--texts: expected a folder, got .*missing"):  # also where no kind reads it
+        sources.Texts(SimpleNamespace(texts=tmp_path / "missing", chat=False, alike=0.0))
 
 
 def test_edits_hold_their_document(pairs: Any, sources: Path) -> None:
@@ -177,6 +179,7 @@ def test_a_tiny_comparison_runs_through_and_goes_on(
     run_step(pairs, "card", kinds[0], "--folder", str(folder), "--out", str(tmp_path / "heads"))
     (head,) = (tmp_path / "heads").iterdir()
     page = (head / "README.md").read_text()
+    assert str(folder) not in page and "It drafts for `target` and" in page  # no place of the machine that trained it
     assert f"draft head ({kinds[0]}) for" in page and f"--draft {head.name} " in page and f"| {kinds[0]} | (2,2,4) |" in page
 
 
@@ -238,6 +241,9 @@ def test_a_budget_ends_before_its_seconds(pairs: Any, tmp_path: Path) -> None:
 
     assert [budget.run(folder, name, work) for name in ("a", "b", "a", "c")] == [True, True, True, False]
     assert now == [80.0] and folder.part("c") is None and folder.part("b")["part_seconds"] == 40.0
+    for wrong in (float("nan"), -1.0):  # nan is never spent
+        with pytest.raises(ValueError, match="--seconds: expected at least 0, got"):
+            pairs.plan.TimeBudget(wrong, "a GPU")
 
 
 def test_a_table_names_the_machine_of_each_step(pairs: Any, tmp_path: Path) -> None:

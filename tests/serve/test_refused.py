@@ -37,7 +37,7 @@ GOOD: dict[str, Any] = {"model": "tiny", "prompt": "Once"}
         ({"prompt": [-1]}, "prompt", "prompt holds the token id -1"),
         ({"prompt": [10**30]}, "prompt", "prompt holds the token id 1000"),
         ({"prompt": [{"role": "user", "content": "hi"}]}, "prompt", "prompt must hold texts alone"),
-        ({"max_tokens": 0}, "max_tokens", "max_tokens must be >= 1, got 0; nearest setting that works: max_tokens=1"),
+        ({"max_tokens": 0}, "max_tokens", "nearest setting that works: max_tokens=1, or echo=true beside it"),
         ({"max_tokens": "5"}, "max_tokens", "max_tokens must be an int"),
         ({"max_tokens": 5.5}, "max_tokens", "max_tokens must be an int"),
         ({"max_tokens": True}, "max_tokens", "max_tokens must be an int"),

@@ -265,6 +265,9 @@ def _max_tokens(values: dict[str, Any], path: str, cap: int | None, low: int) ->
         value = values[name]
         if isinstance(value, float) and value.is_integer():  # JSON has one kind of number, and some clients write 3.0
             value = int(value)
+        if type(value) is int and value == 0 < low and path == fields.COMPLETIONS:
+            also = "or echo=true beside it, with which 0 asks for the prompt alone"
+            raise wrong(name, f"{name} must be >= 1, got 0; nearest setting that works: {name}=1, {also}")
         tokens: int = _checked(name, require_int, value, low)
         if cap is not None and tokens > cap:
             limit = f"{name} must be at most {cap}, the server's --max-tokens-cap, got {tokens}"
