@@ -4,7 +4,6 @@
     python benchmarks layers.recurrent --only rounds --rows 32 --nodes 32 --all
     python benchmarks layers.recurrent --only prompt --all
     python benchmarks layers.recurrent --rule kimi    # mamba: likewise
-    python benchmarks layers.recurrent --only rounds --rule mamba --rows 32 8 1 --nodes 32 6 --sweep --seconds 60
 
 The published widths, bf16, states in float32: of gated, Qwen3.5-27B's, of kimi, Kimi-Linear-48B-A3B's, of mamba,
 Nemotron-3-Nano's (recurrent_rules.py).  Times are medians of replays of CUDA graphs of CALLS layers, each with states of its
@@ -16,10 +15,6 @@ tries other tiles: choose from them those of trees (of gated, `tree_tiles` in sp
 `step_tiles` and `ssd_hopper_tiles` beside it), those of parts (chunks/launch.py, kimi/parts/launch.py, mamba/launch.py), and
 ONE, CHAIN, TREE, CHUNK (conv_triton.py).
 
---sweep tries Hopper's kernels of trees alone, and prints beside each time how far outputs, and the memory that is left, are
-from the definition in float64, as shares of their norms, with "WRONG" after those that are too far.  New tensors, and numbers
-that a pass writes, hold NaN before.  After --seconds no more tiles are tried, each of which takes about 3 (it is compiled).
-
 Shapes: B rows, N nodes.
 """
 
@@ -27,12 +22,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -43,14 +37,8 @@ from triton.runtime.errors import OutOfResources
 
 from layers.recurrent_rules import RULES, MeasuredRule, first_of, halves
 from specdec.ops.recurrent.conv import Convolution, chunk_convolution, tree_convolution
-from specdec.ops.recurrent.conv_triton import (
-    TREE,
-    ConvHopperTiles,
-    ConvTiles,
-    launch_chunk_convolution,
-    launch_tree_convolution,
-)
-from specdec.ops.recurrent.states import ChunkSteps, ConvStates, LayerStates, RuleStates, TreeSteps
+from specdec.ops.recurrent.conv_triton import ConvTiles, launch_chunk_convolution, launch_tree_convolution
+from specdec.ops.recurrent.states import ChunkSteps, ConvStates, LayerStates, TreeSteps
 
 BANDWIDTH = 4.48e12  # of an H200, as rounds/round_8b.py has it
 CALLS, PENDING, PROMPT = 8, 3, 8192
@@ -65,23 +53,6 @@ CONV_TILES = {
         (1024, 4, 8), (1024, 4, 16), (512, 4, 8), (512, 4, 16), (512, 4, 32), (512, 2, 16), (256, 2, 16), (256, 2, 32),
     )],
 }  # fmt: skip
-
-CONV_ON_HOPPER = [ConvHopperTiles(*each) for each in (
-    (1, 1, 4), (1, 2, 4), (1, 2, 8), (1, 4, 4), (2, 2, 4), (1, 8, 4),
-)]  # fmt: skip
-OUTPUTS, MEMORY = 1e-2, 5e-6  # how far from float64 a pass may be: bfloat16's outputs, and float32's memory
-
-
-class Trials(NamedTuple):
-    """Which other tiles are tried: every one, or, of a sweep, Hopper's alone, with their errors.  until: by perf_counter."""
-
-    every: bool
-    sweep: bool
-    until: float
-
-    @property
-    def over(self) -> bool:
-        return time.perf_counter() > self.until
 
 
 class World:
@@ -138,14 +109,15 @@ def prompt_limit_us(rule: MeasuredRule, tokens: int) -> float:
     return 1e6 * (2 * rule.sizes.state_bytes(torch.bfloat16) + tokens * moved_bytes(rule)) / BANDWIDTH
 
 
-def measure_tree(rule: MeasuredRule, B: int, N: int, trials: Trials, device: torch.device = GPU) -> dict[str, Any]:
+def measure_tree(rule: MeasuredRule, B: int, N: int, every: bool, device: torch.device = GPU) -> dict[str, Any]:
     world, steps = World(rule, 2 + 2 * B, N if N > 8 else 8, B * N, device), tree_of(B, N, device)
 
-    def of(y: Tensor, layer: LayerStates, tiles: Any = None) -> Tensor:
-        assert layer.rule is not None
+    def of(y: Tensor, call: int, tiles: Any = None) -> Tensor:
+        memory = world.layers[call].rule
+        assert memory is not None
         if rule.is_joined(N):
-            return rule.convolved_trees(world.x, world.conv, world.gates, layer, steps, tiles)
-        return rule.trees(y, world.gates, layer.rule, steps, tiles)
+            return rule.convolved_trees(world.x, world.conv, world.gates, world.layers[call], steps, tiles)
+        return rule.trees(y, world.gates, memory, steps, tiles)
 
     def whole(call: int) -> None:
         out = rule.convolved_trees(world.x, world.conv, world.gates, world.layers[call], steps)
@@ -154,96 +126,25 @@ def measure_tree(rule: MeasuredRule, B: int, N: int, trials: Trials, device: tor
     layers, conv, memory = world.layers, world.conv, world.layers[0].rule
     assert memory is not None
     y = tree_convolution(world.x, conv, layers[0].conv, steps)
-    out = of(y, layers[0])
+    out = of(y, 0)
     row = {
         "rows": B, "nodes": N, "limit": limit_us(rule, B, N), "tiles": rule.own_tiles(y, memory, B, N),
         "layer": time_calls(whole),
         "convolution": 0.0 if rule.is_joined(N) else time_calls(
             lambda call: tree_convolution(world.x, conv, layers[call].conv, steps)
         ),
-        "rule": time_calls(lambda call: of(y, layers[call])),
+        "rule": time_calls(lambda call: of(y, call)),
         "norm": time_calls(lambda _: rule.norm(out, world.z, world.norm)),
     }  # fmt: skip
-    if not (trials.every or trials.sweep):
-        return row
-    own_tiles, conv_tiles = rule.tried_tiles(y, memory, N), CONV_TILES[min(N, 6)]
-    if trials.sweep:
-        own_tiles = [each for each in own_tiles if isinstance(each, type(rule.on_hopper[0]))]
-        conv_tiles = [TREE, *CONV_ON_HOPPER]
-    defined = wide_convolution(world, steps)
-    tried = try_tiles("convolution ", conv_tiles, lambda layer, tiles: launch_tree_convolution(
-        world.x, conv, layer.conv, steps, tiles
-    ), "conv", defined, world, steps, trials)  # fmt: skip
-    tried |= try_tiles("", own_tiles, lambda layer, tiles: of(y, layer, tiles), "rule", lambda layer: rule.defined(
-        y.double(), world.gates, layer.rule, steps
-    ), world, steps, trials)  # fmt: skip
-    return row | {"tried": tried}
-
-
-def wide_convolution(world: World, steps: TreeSteps) -> Callable[[LayerStates], Tensor]:
-    """The convolution by its definition, of a layer in float64."""
-    weight_ZC, bias_C, silu = world.conv
-    wide = Convolution(weight_ZC.double(), None if bias_C is None else bias_C.double(), silu)
-    return lambda layer: tree_convolution(world.x.double(), wide, layer.conv, steps)
-
-
-def try_tiles(
-    prefix: str, tiles: Sequence[Any], call: Callable[[LayerStates, Any], Tensor], part: str,
-    defined: Callable[[LayerStates], Tensor], world: World, steps: TreeSteps, trials: Trials,
-) -> dict[str, list[float]]:  # fmt: skip
-    """By tiles: microseconds; of a sweep errors of outputs and of the memory, too.  part: of the memory that is left."""
-    tried: dict[str, list[float]] = {}
-    exact = mapped(world.layers[0], torch.Tensor.double) if trials.sweep and tiles else None
-    want = None if exact is None else defined(exact)
-    for each in tiles:
-        if trials.over:
-            break
+    tried: dict[str, Any] = {}
+    for tiles in rule.tried_tiles(y, memory, N) if every else ():
         with suppress(OutOfResources):
-            errors = []
-            if exact is not None and want is not None:
-                errors = errors_of(call, each, getattr(exact, part), want, part, world, steps)
-            tried[f"{prefix}{tuple(each)}"] = [time_calls(lambda at: call(world.layers[at], each)), *errors]  # noqa: B023
-    return tried
-
-
-def errors_of(
-    call: Callable[[LayerStates, Any], Tensor], tiles: Any, exact: ConvStates | RuleStates, want: Tensor, part: str,
-    world: World, steps: TreeSteps,
-) -> list[float]:  # fmt: skip
-    """Of outputs, and of the memory: shares of their norms by which they differ from float64; NaN where one holds NaN."""
-
-    def poisoned(memory: Tensor) -> Tensor:
-        return memory.clone().index_fill_(0, steps.write_B, torch.nan)
-
-    layer = mapped(world.layers[0], poisoned)
-    with new_tensors_of_nan():
-        got = call(layer, tiles)
-    of_nodes = None, *[steps.parents_BN.shape[1]] * 3
-    left = [
-        share(a[steps.write_B][:, :count], b[steps.write_B][:, :count])
-        for a, b, count in zip(getattr(layer, part), exact, of_nodes)
-    ]
-    return [share(got, want), max(left, key=lambda each: (each != each, each))]
-
-
-@contextmanager
-def new_tensors_of_nan() -> Iterator[None]:
-    """Inside, torch fills new tensors with NaN.  Tiles that can't run must not leave that to what is timed later."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-def share(got: Tensor, want: Tensor) -> float:
-    return float((got.double() - want).norm() / want.norm())
-
-
-def mapped(layer: LayerStates, change: Callable[[Tensor], Tensor]) -> LayerStates:
-    """Another memory, of what `change` makes of each tensor."""
-    assert layer.rule is not None
-    return LayerStates(ConvStates(*map(change, layer.conv)), RuleStates(*map(change, layer.rule)))
+            tried[str(tuple(tiles))] = time_calls(lambda call: of(y, call, tiles))  # noqa: B023
+    for own in CONV_TILES[min(N, 6)] if every else ():
+        tried[f"convolution {tuple(own)}"] = time_calls(
+            lambda call: launch_tree_convolution(world.x, conv, layers[call].conv, steps, own)  # noqa: B023
+        )
+    return row | ({"tried": tried} if every else {})
 
 
 def part_of(tokens: int, device: torch.device) -> ChunkSteps:
@@ -302,9 +203,8 @@ def print_tree(row: dict[str, Any]) -> None:
     times = f"{row['convolution']:11.1f} {row['rule']:7.1f} {row['norm']:7.1f}"
     ratio = row["layer"] / row["limit"]
     print(f"{row['rows']:16} {row['nodes']:5} | {row['limit']:6.1f} | {row['layer']:6.1f} {ratio:6.2f} | {times}", flush=True)
-    for tiles, (us, *errors) in row.get("tried", {}).items():
-        wrong = "" if all(error < bound for error, bound in zip(errors, (OUTPUTS, MEMORY))) else "WRONG"
-        print(f"    {tiles:34} {us:8.1f}", *(f"{error:8.1e}" for error in errors), wrong, flush=True)
+    for tiles, us in row.get("tried", {}).items():
+        print(f"    {tiles:34} {us:8.1f}", flush=True)
 
 
 def print_prompt(prompt: dict[str, Any]) -> None:
@@ -325,19 +225,16 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, nargs="+", choices=SHAPES, default=[1, 6, 32])
     parser.add_argument("--only", choices=("rounds", "prompt"))
     parser.add_argument("--all", action="store_true", help="other tiles, too")
-    parser.add_argument("--sweep", action="store_true", help="other tiles of Hopper's kernels of trees, with their errors")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="after so many no more tiles are tried")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     need_gpu()
     rule = RULES[args.rule]
     began, rows, prompt = time.perf_counter(), [], None
-    trials = Trials(args.all, args.sweep, began + args.seconds)
     print("us a layer: rows nodes |  limit |  layer  ratio | convolution    rule    norm")
     with torch.inference_mode():
         for B in args.rows if args.only != "prompt" else ():
             for N in args.nodes:
-                rows.append(measure_tree(rule, B, N, trials))
+                rows.append(measure_tree(rule, B, N, args.all))
                 print_tree(rows[-1])
         if args.only != "rounds":
             print_prompt(prompt := measure_prompt(rule, args.all))

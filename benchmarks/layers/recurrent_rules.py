@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from specdec.models.recurrent.sizes import RecurrentConfig, RuleSizes
-from specdec.ops.recurrent import gated_delta, kimi_delta, ssd
 from specdec.ops.recurrent.chunks.launch import ChunkTiles, chunk_tiles, launch_chunk_rule, launch_prepare, launch_scan
 from specdec.ops.recurrent.conv import Convolution, tree_convolution
 from specdec.ops.recurrent.gated_delta import Gates
@@ -75,7 +74,6 @@ class MeasuredRule(ABC):
     step_tiles: Sequence[Any]  # of one node
     few_tiles: Sequence[Any]  # of at most 8
     many_tiles: Sequence[Any]
-    on_hopper: Sequence[Any]  # of Hopper's kernel of trees
     chunk_tiles: Sequence[Any]
 
     def __init__(self, sizes: RecurrentConfig) -> None:
@@ -104,11 +102,6 @@ class MeasuredRule(ABC):
         """The same, of what the convolution reads, as a layer launches it."""
         assert layer.rule is not None
         return self.trees(tree_convolution(x_TC, conv, layer.conv, steps), gates, layer.rule, steps, tiles)
-
-    @staticmethod
-    @abstractmethod
-    def defined(y_TC: Tensor, gates: Any, memory: RuleStates, steps: TreeSteps) -> Tensor:
-        """What `trees` computes, by its definition if y and the memory are float64."""
 
     @abstractmethod
     def own_tiles(self, y_TC: Tensor, memory: RuleStates, rows: int, nodes: int) -> Any:
@@ -175,10 +168,6 @@ class GatedDelta(MeasuredRule):
     def trees(self, y_TC: Tensor, gates: Any, memory: RuleStates, steps: TreeSteps, tiles: Any = None) -> Tensor:
         return launch_tree_rule(y_TC, gates, memory, steps, tiles=tiles)
 
-    @staticmethod
-    def defined(y_TC: Tensor, gates: Any, memory: RuleStates, steps: TreeSteps) -> Tensor:
-        return gated_delta.tree_outputs(y_TC, gates, memory, steps)
-
     def own_tiles(self, y_TC: Tensor, memory: RuleStates, rows: int, nodes: int) -> Any:
         H, K = memory.state_PHKV.shape[1:3]
         return hopper_tiles(rows, nodes, H, K) if takes(y_TC, memory, nodes) else tree_tiles(rows, nodes, H)
@@ -233,10 +222,6 @@ class KimiDelta(MeasuredRule):
     def trees(self, y_TC: Tensor, gates: Any, memory: RuleStates, steps: TreeSteps, tiles: Any = None) -> Tensor:
         return launch_kimi_trees(y_TC, gates, memory, steps, tiles=tiles)
 
-    @staticmethod
-    def defined(y_TC: Tensor, gates: Any, memory: RuleStates, steps: TreeSteps) -> Tensor:
-        return kimi_delta.tree_outputs(y_TC, gates, memory, steps)
-
     def own_tiles(self, y_TC: Tensor, memory: RuleStates, rows: int, nodes: int) -> Any:
         H = self.rule.value_heads
         return kimi_hopper_tiles(rows, nodes, H) if takes(y_TC, memory, nodes) else kimi_tiles(rows, nodes, H)
@@ -270,7 +255,7 @@ class Ssd(MeasuredRule):
         (64, 64, 4), (64, 64, 8), (64, 32, 8), (64, 128, 4), (64, 32, 4), (32, 64, 4), (32, 128, 4), (32, 32, 4), (32, 64, 2),
     )]  # fmt: skip
     on_hopper = [SsdHopperTiles(*each) for each in (
-        (168, True), (128, True, True), (168, True, True), (128, True), (0, False, True), (0,), (128,), (168,), (0, True),
+        (0,), (128,), (168,), (0, True), (128, True), (168, True),
     )]  # fmt: skip
     chunk_tiles = [ChunkTiles(*each) for each in (
         (64, 64, 4, 2, 8), (64, 64, 4, 2, 4), (64, 64, 4, 3, 8), (64, 64, 8, 2, 8), (64, 32, 4, 3, 8), (64, 32, 4, 2, 8),
@@ -303,10 +288,6 @@ class Ssd(MeasuredRule):
         if self.is_joined(steps.parents_BN.shape[1]):
             return launch_convolved_step(x_TC, conv, gates, layer, steps, tiles)
         return super().convolved_trees(x_TC, conv, gates, layer, steps, tiles)
-
-    @staticmethod
-    def defined(y_TC: Tensor, gates: Any, memory: RuleStates, steps: TreeSteps) -> Tensor:
-        return ssd.tree_outputs(y_TC, gates, memory, steps)
 
     def own_tiles(self, y_TC: Tensor, memory: RuleStates, rows: int, nodes: int) -> Any:
         H, K = self.rule.value_heads, self.rule.key_width

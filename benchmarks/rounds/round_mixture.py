@@ -4,14 +4,12 @@
     python benchmarks rounds.round_mixture --layers 0 --quantize fp8 --only plain:1
     python benchmarks rounds.round_mixture --layers 0 --model gpt-oss-20b --quantize mxfp4 --only plain:1 5,1,6
     python benchmarks rounds.round_mixture --layers 0 --model SmolLM2-135M
-    python benchmarks rounds.round_mixture --layers 0 --model SmolLM2-135M --only 5,4,16 --ways policy merge16 policy
     python benchmarks rounds.round_mixture --layers 8 --deterministic --no-trace
     python benchmarks rounds.round_mixture --ranks 2 --no-trace --out benchmarks/rounds/results/round_mixture_2.json
 
 Tokens choose nearly at random with random weights.  The printed limit counts the experts that they chose.  mxfp4: experts
 alone, as gpt-oss's checkpoints have them.  fp8: experts in blocks, and int4: in groups of 128; with them all other matrices but
 the output layer, as quantize= rounds them.  SmolLM2 is no mixture: its layers are as thin as a mixture's, and its bytes free.
---ways measures each case under other policies than the product's (tried_policies.py), in one process, on one GPU.
 """
 
 from __future__ import annotations
@@ -26,7 +24,6 @@ import torch
 from products.quantised_experts import random_stack
 from shapes import SHAPES, Shape, tiny
 from torch import nn
-from tried_policies import WAYS, tried
 
 from rounds.round_8b import Case, empty_pair, measure, prefill_ms, random_pair, round_weights, show, verdict
 from specdec.config import SpecConfig
@@ -174,23 +171,18 @@ def measure_ways(args: argparse.Namespace, ranks: Ranks, options: EngineOptions)
         for case in CASES_OF.get(args.model, CASES):
             if args.only and not case.name.startswith(tuple(args.only)):
                 continue
-            for way in args.ways:
-                with tried(way, args.tiles):
-                    row = measure(
-                        model, head, case, args.rounds, "round", traced=not args.no_trace, deterministic=args.deterministic,
-                        ranks=ranks,
-                    )  # fmt: skip
-                row |= about | {"sharing": sharing, "bar": bars.get(case.name), "way": way}
-                show(row)
-                if row["experts"] is not None:
-                    print(f"         {row['experts']:.1f} experts a layer on the first rank", flush=True)
-                if args.ways != ["policy"]:
-                    print(f"         {way}: {row['ms']:.4f} ms", flush=True)
-                if args.ranks > 1:
-                    tokens = case.batch * (1 if case.spec == "plain" else int(case.spec.rpartition(",")[2]))
-                    print(f"         {sharing}; expected: {expected(wanted.shape.config, tokens, args.ranks)}", flush=True)
-                yield row
-                torch.cuda.empty_cache()
+            row = measure(
+                model, head, case, args.rounds, "round", traced=not args.no_trace, deterministic=args.deterministic, ranks=ranks
+            )
+            row |= about | {"sharing": sharing, "bar": bars.get(case.name)}
+            show(row)
+            if row["experts"] is not None:
+                print(f"         {row['experts']:.1f} experts a layer on the first rank", flush=True)
+            if args.ranks > 1:
+                tokens = case.batch * (1 if case.spec == "plain" else int(case.spec.rpartition(",")[2]))
+                print(f"         {sharing}; expected: {expected(wanted.shape.config, tokens, args.ranks)}", flush=True)
+            yield row
+            torch.cuda.empty_cache()
         for batch, tokens in (map(int, text.split(":")) for text in args.prompts):
             ms, bar = prefill_ms(model, head, batch, tokens), bars.get(f"{batch}:{tokens}")
             print(f"prompts {batch} x {tokens}: {ms:.1f} ms  {verdict(ms, bar)}", flush=True)
@@ -208,18 +200,11 @@ def main() -> None:
     parser.add_argument(
         "--experts", nargs="+", choices=("tensor", "experts"), default=("tensor", "experts"), help="ways of ranks"
     )
-    parser.add_argument("--ways", nargs="+", default=["policy"], help=f"{', '.join(WAYS)}, or some with '+' between them")
-    parser.add_argument("--tiles", type=Path, help="what products.expert_tiles wrote, for the ways tiles and six")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--no-trace", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    if args.ranks > 1 and args.ways != ["policy"]:
-        parser.error("--ways is of one GPU: other ranks have the product's policy; leave out --ranks")
-    for way in args.ways:  # named wrongly, or without its file, is told before a model is made
-        with tried(way, args.tiles):
-            pass
     options = EngineOptions(device="cuda", dtype="bfloat16", tensor_parallel_size=args.ranks)
     ranks, rows = Ranks(options), []
     try:

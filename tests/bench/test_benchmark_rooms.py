@@ -67,7 +67,7 @@ def test_a_script_runs_by_its_name() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what a machine without a GPU says")
-@pytest.mark.parametrize("name", ["products.expert_tiles", "layers.recurrent"])
+@pytest.mark.parametrize("name", ["layers.recurrent"])
 def test_a_script_that_needs_a_gpu_says_so_first(as_command, capsys: pytest.CaptureFixture[str], name: str) -> None:
     """Keeps out: minutes of compiling on a machine that has no GPU, with an AssertionError of torch for each tile."""
     assert door.answer([name]) == 2

@@ -156,11 +156,7 @@ GROUPS = (
         "The gated delta rule comes after the convolution, and reads the numbers, parents and accepted nodes of the round, and "
         "what the round before left, before its wait. So does the convolution, after a product, which triggers late too.",
         "",
-        {
-            "chunk_convolution": "bias weight",
-            "tree_convolution": "bias conv count left path read weight",
-            "tree_convolution_hopper": "bias conv count left path read weight",
-        },
+        {"chunk_convolution": "bias weight", "tree_convolution": "bias conv count left path read weight"},
     ),
     KernelGroup(
         "late",

@@ -18,18 +18,6 @@ PRECISION = "tf32x3"
 
 
 @triton.jit
-def sigmoid(x_N, ASM: tl.constexpr):
-    """1 / (1 + exp(-x)) of float32 numbers.  ASM: by the GPU's own instructions, four in place of a dozen."""
-    if ASM:
-        return tl.inline_asm_elementwise(
-            "{ .reg .f32 e; mul.f32 e, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 e, e; add.f32 e, e, 0f3F800000; "
-            "rcp.approx.ftz.f32 $0, e; }",
-            "=f,f", [x_N], dtype=tl.float32, is_pure=True, pack=1,
-        )  # fmt: skip
-    return tl.sigmoid(x_N)
-
-
-@triton.jit
 def softplus(x_N):
     """log(1 + exp(x)) of float32 numbers."""
     small_N = tl.exp(-tl.abs(x_N))

@@ -46,7 +46,6 @@ NEVER_WRITTEN = {  # by kernels: arguments that may be read through L1 before a 
     "suffix_merge": "scales sinks slopes",  # scales of fp8 heads; those of int8 tokens come from L2
     "take_columns": "order",
     "tree_convolution": "bias weight",
-    "tree_convolution_hopper": "bias weight",
     "tree_rule_hopper": "A_log dt_bias",
 }
 

@@ -160,19 +160,6 @@ def test_small_weights_are_shared_by_programs() -> None:
         assert tiles.block_m >= M and tiles.shared_bytes(2) <= 232_448
 
 
-def test_output_layers_of_few_columns_are_streamed_for_9_to_16_rows() -> None:
-    """Keeps out: SmolLM2-135M's output layer multiplied by the slower Triton kernel for a tree of 16, and Hopper's kernel for
-    numbers of rows, gates, columns and GPUs for which nobody measured it.
-    """
-    for N, M in itertools.product((49152, 32000), (1, 8, 9, 16, 17, 64)):
-        for K, gated, kind in itertools.product((504, 576, 1016), (False, True), (H200, H100)):
-            tiles = product_tiles(M, N, K, torch.bfloat16, gated, kind)
-            is_streamed = tiles is not None and tiles.kernel == "stream_hopper"
-            few = M <= 8 and K >= 768
-            assert is_streamed == (kind == H200 and (few or (8 < M <= 16 and K > 512 and not gated))), (M, N, K, gated)
-            assert tiles is None or tiles.block_m >= M
-
-
 def test_no_wave_of_programs_is_nearly_empty() -> None:
     """Keeps out: the tiles of Qwen3.5-27B's MLP falling back to 80 programs on 132 SMs, and to a third wave of 16."""
     for M in (1, 6, 32, 64):

@@ -5,17 +5,12 @@ Shapes: as of specdec/ops/recurrent/states.py.
 
 from __future__ import annotations
 
-import torch
-
 from specdec.ops.recurrent import kimi_delta, ssd
 from specdec.ops.recurrent.conv import Convolution, chunk_convolution, tree_convolution
-from specdec.ops.recurrent.conv_triton import ConvHopperTiles, launch_tree_convolution
 from specdec.ops.recurrent.gated_delta import Gates, chunk_outputs, tree_outputs
 from specdec.ops.recurrent.gates.gated_norm import FALCON, KIMI, MAMBA, gated_norm
 from specdec.ops.recurrent.gates.output_gate import gated_output
 from specdec.ops.recurrent.kimi_delta import KimiGates
-from specdec.ops.recurrent.mamba.ssd_hopper_tiles import SsdHopperTiles
-from specdec.ops.recurrent.mamba.ssd_tree_triton import launch_ssd_tree
 from specdec.ops.recurrent.ssd import SsdGates
 from specdec.ops.recurrent.states import ChunkSteps, ConvStates, LayerStates, RuleStates, TreeSteps
 from toolkit.ahead.made import counts, floats, halves, ids
@@ -62,9 +57,6 @@ def mamba_layers() -> None:
                 steps = TreeSteps(ids(B), ids(B), ids(B, N), depth, N == depth + 1, ids(B, E), counts(B))
                 gates = SsdGates(halves(B * N, heads), *weights)
                 ssd.convolved_tree_outputs(halves(B * N, channels), conv, gates, layer, steps)
-                if N == 32 and size == 128 and torch.cuda.get_device_capability()[0] == 9:  # what no policy chooses yet
-                    y = launch_tree_convolution(halves(B * N, channels), conv, layer.conv, steps, ConvHopperTiles())
-                    launch_ssd_tree(y, gates, memory, steps, tiles=SsdHopperTiles(128, True, True))
         for T in (1, 2048):
             x, z, weight = (halves(*each, groups, heads * 64 // groups) for each in ((T,), (T,), ()))
             gated_norm(x, z, weight, 1e-5, MAMBA if size == 128 else FALCON)

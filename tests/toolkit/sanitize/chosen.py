@@ -93,9 +93,6 @@ CHOSEN: dict[str, list[str]] = {
     "tree_convolution_kernel": [
         "tests/ops/recurrent/test_conv_triton.py::test_trees_equal_the_definition[33-False-dtype3-tiles3-False-True]"
     ],
-    "tree_convolution_hopper_kernel": [
-        "tests/ops/recurrent/test_conv_hopper.py::test_trees_equal_the_definition[20-False-tiles2-True-True]"
-    ],
     "chunk_convolution_kernel": [
         "tests/ops/recurrent/test_conv_triton.py::test_parts_equal_the_definition[lengths0-2-16-dtype0-True-True]"
     ],
@@ -116,11 +113,7 @@ CHOSEN: dict[str, list[str]] = {
     ],
     "ssd_tree_hopper_kernel": [
         f"tests/ops/recurrent/mamba/test_ssd_hopper.py::test_trees_equal_the_definition[{case}]"
-        for case in (
-            "heads of a group-7-chain-6-None",
-            "two blocks of columns-20-tree-6-tiles5",
-            "heads of a group-32-tree-6-tiles11",
-        )
+        for case in ("heads of a group-7-chain-6-None", "two blocks of columns-20-tree-6-tiles5")
     ],
     "ssd_step_kernel": [f"{SSD}::test_a_step_with_its_convolution_equals_the_definition[sizes1-False-2]"],
     "ssd_prepare_kernel": [f"{SSD}::test_parts_equal_the_definition[blocks of 32]"],

@@ -21,9 +21,6 @@ WHOLE_SM, HALF_SM = 229_000, 112_000  # bytes of shared memory for the stages of
 MIN_ROWS, MIN_COLUMNS = 2048, 1024  # thresholds: smaller weights have tiles for a small part of the SMs only
 # With up to 8 rows of x fewer columns do: 5,120 x 768 (GLM-4.7-Flash's q_b) takes 4.6 us with a norm, 5.3 by the Triton kernel.
 FEW_COLUMNS = 768
-# With 9 to 16 rows of x weights of so many rows, output layers, need no more: 49,152 x 576 (SmolLM2-135M's) takes 20.2 us on an
-# H200, 24.4 by the Triton kernel.
-OUTPUT_ROWS, OUTPUT_COLUMNS = 16384, 512
 # Thresholds: products with so few rows of a weight, and so many columns, take Hopper's kernel in so many splits.  With 9 and 16
 # rows of x, 1,024 x 4,096 takes 4.8 us on an H200 (11.0 by the Triton kernel), 256 x 4,096 4.2 (10.9).  With up to 8, weights
 # of SMALL_ROWS_OF_8 and more: 1,344 x 2,048 (GLM-4.7-Flash's q_a and kv_a) takes 4.9 us with a norm (6.3).
@@ -77,7 +74,7 @@ def product_tiles(
     gated: whether the weight holds gate and up rows.  partials: whether a norm adds up split-K partials.
     kind: the kind of GPU.  Those of an H200 need a Hopper GPU, and rows of x that start at multiples of 16 bytes.
     """
-    if kind == H200 and dtype != torch.float32 and N >= MIN_ROWS and K >= _least_columns(M, N, gated):
+    if kind == H200 and dtype != torch.float32 and N >= MIN_ROWS and K >= (FEW_COLUMNS if M <= 8 else MIN_COLUMNS):
         tiles = _tiles_hopper(M, N, K, gated, partials)
         if tiles is not None:
             return tiles
@@ -112,13 +109,6 @@ def product_tiles(
         return _stream(block_m, 64, 128, -(-K // 2048), 4, 5)
     splits = -(-K // 8192)
     return _stream(block_m, 64, 128, splits, 4, 7 if -(-N // 64) * splits <= 64 else 5)
-
-
-def _least_columns(M: int, N: int, gated: bool) -> int:
-    """Of weights that Hopper's kernels were measured to multiply faster."""
-    if M <= 8:
-        return FEW_COLUMNS
-    return OUTPUT_COLUMNS if M <= 16 and N >= OUTPUT_ROWS and not gated else MIN_COLUMNS
 
 
 def _tiles_in_registers(M: int, N: int, K: int, gated: bool) -> ProductTiles | None:

@@ -69,8 +69,6 @@ class ExpertTiles(NamedTuple):
     slices: of a row's columns, which a program's warps share instead of the rows; more than one are as many as warps.
     prefetch: bytes of each row that few_tokens_triton.py asks for before its wait: of shared experts in the first product, and
         of a single token's in the second one, where they compete with what the first one still reads.
-    registers: of a thread of few_hopper.py's kernels, at most.  With 128 two programs of 8 warps fit on an SM.
-    early: whether few_hopper.py's first kernel, where it chooses, loads words as soon as it knows its own expert.
     """
 
     block_m: int
@@ -81,8 +79,6 @@ class ExpertTiles(NamedTuple):
     splits: int = 1
     slices: int = 1
     prefetch: int = 512
-    registers: int = 128
-    early: bool = False
 
 
 class MixtureTiles(NamedTuple):

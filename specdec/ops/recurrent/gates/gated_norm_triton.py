@@ -11,7 +11,6 @@ from torch import Tensor
 
 from specdec.ops.launch import chained
 from specdec.ops.recurrent.gates.gated_norm import DELTA, NormForm
-from specdec.ops.recurrent.shared_triton import sigmoid
 
 NUMBERS = 2048  # of a program, if a head has no more
 
@@ -22,7 +21,7 @@ def gated_norm_kernel(
     out,  # [T, H, V]
     stride_x, stride_z, eps,
     H: tl.constexpr, V: tl.constexpr, EACH: tl.constexpr, SIGMOID: tl.constexpr, GATE_FIRST: tl.constexpr,
-    ROUNDED: tl.constexpr, BLOCK_H: tl.constexpr, PADDED_V: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    ROUNDED: tl.constexpr, BLOCK_H: tl.constexpr, PADDED_V: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """EACH: whether every head has weights of its own."""
     t, h, v = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H), tl.arange(0, PADDED_V)
@@ -37,7 +36,7 @@ def gated_norm_kernel(
         tl.extra.cuda.gdc_wait()
     x_HV = tl.load(x + t * stride_x + at_HV, mask=ok_HV, other=0.0)
     z_HV = tl.load(z + t * stride_z + at_HV, mask=ok_HV, other=0.0).to(tl.float32)
-    gate_HV = sigmoid(z_HV, ASM) if SIGMOID else z_HV * sigmoid(z_HV, ASM)
+    gate_HV = tl.sigmoid(z_HV) if SIGMOID else z_HV * tl.sigmoid(z_HV)
     wide_HV = x_HV.to(tl.float32)
     if GATE_FIRST:
         wide_HV *= gate_HV
@@ -63,6 +62,6 @@ def launch_gated_norm(x_THV: Tensor, z_THV: Tensor, weight: Tensor, eps: float, 
         gated_norm_kernel[(triton.cdiv(H, block), T)](
             x_THV, z_THV, weight, out_THV, x_THV.stride(0), z_THV.stride(0), eps, H=H, V=V, EACH=weight.dim() == 2,
             SIGMOID=form.sigmoid, GATE_FIRST=form.gate_first, ROUNDED=form.rounded, BLOCK_H=block, PADDED_V=padded,
-            ASM=x_THV.is_cuda, num_warps=4 if padded <= NUMBERS else 8, **chained(x_THV.device),
+            num_warps=4 if padded <= NUMBERS else 8, **chained(x_THV.device),
         )  # fmt: skip
     return out_THV

@@ -78,40 +78,11 @@ def diagonal(similar_RP, P: gl.constexpr, nodes: gl.constexpr):
     return smem.slice(0, P).load(nodes)
 
 
-@gluon.constexpr_function
-def _queries_layout(P, K):
-    """Of [64 / P, P, K]: where the tensor cores have their left operand [64, K]."""
-    registers = [[0, 0, 1], [0, 8, 0], *([0, 0, 8 << bit] for bit in range((K // 8).bit_length() - 1))]
-    lanes = [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
-    warps = [[0, row, 0] if row < P else [row // P, 0, 0] for row in (16, 32)]
-    return gl.DistributedLinearLayout(registers, lanes, warps, [], [64 // P, P, K])
-
-
 @gluon.jit
-def repeated_queries(q_smem, P: gl.constexpr, K: gl.constexpr, layout: gl.constexpr):
-    """All queries in registers, as often as the tensor cores' left operand [64, K] has room for them."""
-    as_often: gl.constexpr = _queries_layout(P, K)
-    q_PK = q_smem.load(gl.SliceLayout(0, as_often))
-    q_SPK, _ = gl.broadcast(q_PK[None, :, :], gl.zeros([64 // P, P, K], gl.bfloat16, as_often))
-    q_RK = gl.reshape(q_SPK, [64, K])
-    return gl.convert_layout(q_RK, gl.DotOperandLayout(0, layout, 2), assert_trivial=True)
-
-
-@gluon.jit
-def stored_reads(
-    similar_RP, summed_smem, step_smem, bits_smem, P: gl.constexpr, REPEATED: gl.constexpr, layout: gl.constexpr
+def store_reads(
+    similar_RP, summed_smem, step_smem, bits_smem, first_smem, second_smem, P: gl.constexpr, layout: gl.constexpr
 ):  # fmt: skip
-    """A [P, P] as two numbers of 16 bits in shared memory, of log-decays [R], steps [P] and ancestors [R] there.
-
-    REPEATED: similar_RP is of `repeated_queries`, of whose first P rows threads store the first number, and of the next P rows
-    the second one, beside each other.
-    """
-    tiled: gl.constexpr = gl.NVMMASharedLayout(min(128, 2 * P), 16, 2)
-    first_smem = gl.allocate_shared_memory(gl.bfloat16, [64, P], tiled)
-    if REPEATED:
-        second_smem = first_smem.slice(P, P)
-    else:
-        second_smem = gl.allocate_shared_memory(gl.bfloat16, [64, P], tiled)
+    """Stores A [R, P] as two numbers of 16 bits, of log-decays [R], steps [P] and ancestors [R] in shared memory."""
     rows: gl.constexpr = gl.SliceLayout(1, layout)
     columns: gl.constexpr = gl.SliceLayout(0, layout)
     step_P = step_smem.load(columns)
@@ -119,20 +90,13 @@ def stored_reads(
     is_above_RP = ((bits_smem.load(rows)[:, None] >> gl.arange(0, P, columns).to(word)[None, :]) & 1) != 0
     # Nothing goes out of a node that is not sound, whose step is 0.  Of nodes on different branches the difference may be
     # large: it never meets exp.
-    if not REPEATED:
-        is_above_RP = is_above_RP & (gl.arange(0, 64, rows) < P)[:, None]
-    is_above_RP = is_above_RP & (step_P != 0)[None, :]
+    is_above_RP = is_above_RP & (gl.arange(0, 64, rows) < P)[:, None] & (step_P != 0)[None, :]
     less_RP = summed_smem.load(rows)[:, None] - summed_smem.slice(0, P).load(columns)[None, :]
     fade_RP = gl.exp(gl.where(is_above_RP, less_RP, float("-inf")))
     reads_RP = gl.where(is_above_RP, similar_RP * fade_RP * step_P[None, :], 0.0)
     first_RP = high_bits(reads_RP)
-    if REPEATED:
-        is_first_R1 = (gl.arange(0, 64, rows) < P)[:, None]
-        first_smem.store(gl.where(is_first_R1, first_RP, reads_RP - first_RP).to(gl.bfloat16))
-    else:
-        first_smem.store(first_RP.to(gl.bfloat16))
-        second_smem.store((reads_RP - first_RP).to(gl.bfloat16))
-    return first_smem.slice(0, P), second_smem.slice(0, P)
+    first_smem.store(first_RP.to(gl.bfloat16))
+    second_smem.store((reads_RP - first_RP).to(gl.bfloat16))
 
 
 @gluon.jit

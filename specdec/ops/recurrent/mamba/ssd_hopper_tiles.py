@@ -22,13 +22,10 @@ class SsdHopperTiles(NamedTuple):
     """registers: of a thread, at most; 0: as many as the compiler wants.
 
     copied: whether the state goes to shared memory while nodes are worked on, and comes last.
-    repeated: whether queries of up to 32 nodes fill the tensor cores' rows in registers, and not in shared memory.  So four
-    programs with copied states fit on an SM, at 128 registers: 49,152 bytes each in place of 58,112.  No GPU has run it yet.
     """
 
     registers: int = 0
     copied: bool = False
-    repeated: bool = False
 
 
 def ssd_hopper_tiles(sequences: int, nodes: int, heads: int, width: int) -> SsdHopperTiles:

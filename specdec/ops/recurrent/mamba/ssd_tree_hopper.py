@@ -40,8 +40,7 @@ from specdec.ops.recurrent.mamba.nodes_hopper import (
     marked,
     multiplied,
     read_values,
-    repeated_queries,
-    stored_reads,
+    store_reads,
     two_parts,
     without_marks,
 )
@@ -78,8 +77,7 @@ def ssd_tree_hopper_kernel(
     out,  # [B * N, H, V]
     stride_y, stride_dt, stride_state, stride_k, stride_u, stride_decay,
     N: gl.constexpr, E: gl.constexpr, G: gl.constexpr, H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, STEPS: gl.constexpr,
-    CHAIN: gl.constexpr, P: gl.constexpr, GROUP: gl.constexpr, COPIED: gl.constexpr, REPEATED: gl.constexpr,
-    PDL: gl.constexpr, num_warps: gl.constexpr,
+    CHAIN: gl.constexpr, P: gl.constexpr, GROUP: gl.constexpr, COPIED: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     BLOCK_V: gl.constexpr = 16 * num_warps
     BLOCKS: gl.constexpr = V // BLOCK_V
@@ -91,7 +89,7 @@ def ssd_tree_hopper_kernel(
     nodes: gl.constexpr = nodes_layout(P, num_warps)
     of_state: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, P, 16])
     between: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, P, 16])
-    q_smem = gl.allocate_shared_memory(gl.bfloat16, [P if REPEATED else 64, K], gl.NVMMASharedLayout(128, 16, 2))
+    q_smem = gl.allocate_shared_memory(gl.bfloat16, [64, K], gl.NVMMASharedLayout(128, 16, 2))
     k_smem = gl.allocate_shared_memory(gl.bfloat16, [P, K], gl.NVMMASharedLayout(128, 16, 2))
     number, accepted = gl.load(read + row, cache_modifier=".cg"), gl.load(count + row, cache_modifier=".cg")
     path, above_P = path + row * E, nodes_above(parents + row * N, N, CHAIN, P, num_warps)
@@ -137,11 +135,7 @@ def ssd_tree_hopper_kernel(
     fence_async_shared()
     barrier()
     q_KP, keys_KP = q_smem.slice(0, P, 0).permute((1, 0)), k_smem.permute((1, 0))
-    if REPEATED:
-        q_RK = repeated_queries(q_smem, P, K, between)
-    else:
-        q_RK = q_smem
-    similar_RP = warpgroup_mma(q_RK, keys_KP, gl.zeros([64, P], gl.float32, between), use_acc=False, is_async=True)
+    similar_RP = warpgroup_mma(q_smem, keys_KP, gl.zeros([64, P], gl.float32, between), use_acc=False, is_async=True)
     products_VP = gl.zeros([BLOCK_V, P], gl.float32, of_state)
     if not COPIED:
         products_VP = multiplied(parts, q_KP, products_VP)
@@ -152,10 +146,7 @@ def ssd_tree_hopper_kernel(
     n_P = gl.arange(0, P, nodes)
     step_P = softplus(dt_P.to(gl.float32) + bias)
     decay_P = gl.exp(rate) * step_P
-    if REPEATED:
-        similar_RP, _ = warpgroup_mma_wait(0 if COPIED else 2, deps=(similar_RP, q_RK))
-    else:
-        similar_RP = warpgroup_mma_wait(0 if COPIED else 2, deps=(similar_RP,))
+    similar_RP = warpgroup_mma_wait(0 if COPIED else 2, deps=(similar_RP,))
     # Numbers of a node that are not finite may reach those below it alone: `rule.without_broken`.  Of a query or a key they
     # show in the node's product with itself.
     sound_P = (gl.abs(diagonal(similar_RP, P, nodes)) < float("inf")) & (decay_P < float("inf"))
@@ -164,8 +155,11 @@ def ssd_tree_hopper_kernel(
         more_P = gl.gather(summed_P, gl.maximum(above[step], 0), 0)
         summed_P += gl.where(above[step] >= 0, more_P, 0.0)
     gl.store(decay_left + number * stride_decay + h + n_P * H, summed_P, mask=(n_P < N) & (first_v == 0))
-    facts = _shared_facts(sound_P, step_P, summed_P, bits_P, P, REPEATED)
-    first_smem, second_smem = stored_reads(similar_RP, facts[0], facts[1], facts[3], P, REPEATED, between)
+    facts = _shared_facts(sound_P, step_P, summed_P, bits_P, P)
+    layout_PP: gl.constexpr = gl.NVMMASharedLayout(min(128, 2 * P), 16, 2)
+    first_smem = gl.allocate_shared_memory(gl.bfloat16, [64, P], layout_PP)
+    second_smem = gl.allocate_shared_memory(gl.bfloat16, [64, P], layout_PP)
+    store_reads(similar_RP, facts[0], facts[1], facts[3], first_smem, second_smem, P, between)
     s, n, v = places(P, values)
     step_SP = facts[1]._reinterpret(gl.float32, [P // 16, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     step_SP1 = step_SP.load(gl.SliceLayout(2, values))[:, :, None]
@@ -220,20 +214,17 @@ def _read_nodes(
 
 
 @gluon.jit
-def _shared_facts(sound_P, step_P, summed_P, bits_P, P: gl.constexpr, REPEATED: gl.constexpr):
+def _shared_facts(sound_P, step_P, summed_P, bits_P, P: gl.constexpr):
     """What nodes know of themselves, for all threads: (log-decays, steps, what they read of the state, ancestors)."""
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     summed_smem = gl.allocate_shared_memory(gl.float32, [64], flat)
     step_smem = gl.allocate_shared_memory(gl.float32, [P], flat)
     faded_smem = gl.allocate_shared_memory(gl.float32, [P], flat)
     bits_smem = gl.allocate_shared_memory(bits_P.dtype, [64], flat)
-    ROWS: gl.constexpr = 64 if REPEATED else P
-    for first in gl.static_range(0, ROWS, P):
-        summed_smem.slice(first, P).store(summed_P)
+    summed_smem.slice(0, P).store(summed_P)
     step_smem.store(step_P)
     faded_smem.store(gl.where(sound_P, gl.exp(summed_P), float("nan")))
-    for first in gl.static_range(0, ROWS, P):
-        bits_smem.slice(first, P).store(bits_P)
+    bits_smem.slice(0, P).store(bits_P)
     barrier()
     return summed_smem, step_smem, faded_smem, bits_smem
 
@@ -250,6 +241,6 @@ def launch_ssd_tree_hopper(
         y_TC, *gates, *memory, steps.read_B, steps.write_B, steps.count_B, steps.path_BE, steps.parents_BN, out_THV,
         y_TC.stride(0), gates.dt_TH.stride(0), *(each.stride(0) for each in memory), N=N, E=E, G=G, H=H, K=K, V=V,
         STEPS=steps.max_depth.bit_length(), CHAIN=steps.is_chain, P=max(16, triton.next_power_of_2(N)),
-        GROUP=min(GROUP, triton.next_power_of_2(E)), COPIED=tiles.copied,
-        REPEATED=tiles.repeated and N <= 32, num_warps=WARPS, **limit, **chained(y_TC.device),
+        GROUP=min(GROUP, triton.next_power_of_2(E)), COPIED=tiles.copied, num_warps=WARPS,
+        **limit, **chained(y_TC.device),
     )  # fmt: skip

@@ -35,9 +35,6 @@ def test_passes_that_the_kernel_takes() -> None:
         (60, "tree", 6, SsdHopperTiles(168, True)),
         (32, "tree", 20, SsdHopperTiles(168, True)),
         (64, "chain", 6, SsdHopperTiles(168, True)),
-        (32, "tree", 6, SsdHopperTiles(128, True, True)),
-        (12, "deep tree", 6, SsdHopperTiles(128, True, True)),
-        (20, "tree", 6, SsdHopperTiles(0, False, True)),
     ],
 )
 @pytest.mark.parametrize("sizes", [SIZES, WIDE], ids=["heads of a group", "two blocks of columns"])
@@ -54,10 +51,10 @@ def test_trees_equal_the_definition(sizes: Sizes, nodes: int, kind: str, before:
 
 @pytest.mark.gpu
 @needs_hopper
-@pytest.mark.parametrize(("nodes", "tiles"), [(8, None), (20, None), (20, SsdHopperTiles(128, True, True))])
+@pytest.mark.parametrize("nodes", [8, 20])
 @pytest.mark.parametrize("broken", ["query", "key", "value", "step"])
-def test_a_broken_node_is_as_the_definition_has_it(broken: str, nodes: int, tiles: SsdHopperTiles | None) -> None:
+def test_a_broken_node_is_as_the_definition_has_it(broken: str, nodes: int) -> None:
     """Keeps out: a draft token that overflows and reaches a node beside it, through products or through the tensor cores."""
     now = ssd_round(SIZES, nodes, False, torch.bfloat16, seed=3, before=2)
     broken_in(now, SIZES, broken, 4)
-    assert check_trees(now, 1e-2, tiles).isnan().any()
+    assert check_trees(now, 1e-2).isnan().any()

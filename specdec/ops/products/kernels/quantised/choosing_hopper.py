@@ -32,14 +32,6 @@ def choose_places(parts, bias, correction, active, place, places, RULE: gl.const
 
     bias, correction: what `of_experts` gives.  places: all that a token has; the compiler is not to know them.
     """
-    choice = chosen_first(parts, bias, correction, place, places, RULE, num_warps)
-    number, is_here = number_at(choice, active, place, places, RULE)
-    return number, weight_at(choice, is_here, RULE)
-
-
-@gluon.jit
-def chosen_first(parts, bias, correction, place, high, RULE: gl.constexpr, num_warps: gl.constexpr):
-    """The choice of the first `high` places, of which `number_at` and `weight_at` take what is asked for at `place`."""
     PADDED: gl.constexpr = RULE.RUNS * RULE.RUN
     both: gl.constexpr = _layout(PADDED, RULE.PADDED_SPLITS, num_warps)
     e = gl.arange(0, PADDED, gl.SliceLayout(0, both))
@@ -55,15 +47,9 @@ def chosen_first(parts, bias, correction, place, high, RULE: gl.constexpr, num_w
         of_E = gl.where(ok_E, gl.exp(score_E - peak), 0.0)
         score_E = of_E * (1 / gl.sum(of_E, axis=0))
     key_E = gl.where(ok_E, _ordered(score_E + correction), LOWEST)
-    none = e, score_E, key_E, place * 0, (place * 0).to(gl.float32), 0.0, -float("inf")
-    return chosen_until(none, place, 0, high, RULE)
-
-
-@gluon.jit
-def chosen_until(choice, place, low, high, RULE: gl.constexpr):
-    """The choice after places low to high - 1 too."""
-    e, score_E, key_E, number, weight, total, first = choice
-    for at in range(low, high):
+    number, weight = place * 0, (place * 0).to(gl.float32)
+    total, first = 0.0, -float("inf")
+    for at in range(places):
         key = gl.max(key_E, axis=0)
         expert = gl.min(gl.where(key_E == key, e, NONE), axis=0)
         is_best_E = e == expert
@@ -78,30 +64,17 @@ def chosen_until(choice, place, low, high, RULE: gl.constexpr):
         total += own
         number = gl.where(place == at, expert, number)
         weight = gl.where(place == at, own, weight)
-    return e, score_E, key_E, number, weight, total, first
-
-
-@gluon.jit
-def number_at(choice, active, place, places, RULE: gl.constexpr):
-    """(numbers of the experts at these places, which must have been chosen; whether they are here); COUNT: one that is not."""
-    number = choice[3] - RULE.FIRST
-    is_here = (number >= 0) & (number < RULE.COUNT) & (place < places)
-    if RULE.HAS_ROWS:
-        is_here = is_here & (gl.load(active, cache_modifier=".cg") != 0)
-    return gl.where(is_here, number, RULE.COUNT), is_here
-
-
-@gluon.jit
-def weight_at(choice, is_here, RULE: gl.constexpr):
-    """Their weights, when all places have been chosen."""
-    weight, total = choice[4], choice[5]
     if RULE.NORMED or RULE.SCORES == "softmax of chosen":
         if RULE.LEAST_SUM > 0:
             total = gl.maximum(total, RULE.LEAST_SUM)
         else:
             total += RULE.ADDED_SUM
         weight = weight / total
-    return gl.where(is_here, weight * RULE.SCALING, 0.0)
+    number -= RULE.FIRST
+    is_here = (number >= 0) & (number < RULE.COUNT) & (place < places)
+    if RULE.HAS_ROWS:
+        is_here = is_here & (gl.load(active, cache_modifier=".cg") != 0)
+    return gl.where(is_here, number, RULE.COUNT), gl.where(is_here, weight * RULE.SCALING, 0.0)
 
 
 @gluon.jit

@@ -33,16 +33,9 @@ from specdec.ops.launch import chained
 from specdec.ops.products.formats.experts import QuantisedStack, has_units
 from specdec.ops.products.kernels.dense.stream_triton import result_of
 from specdec.ops.products.kernels.experts.choosing_triton import read_of, rule_of
-from specdec.ops.products.kernels.quantised.choosing_hopper import (
-    choose_places,
-    chosen_first,
-    chosen_until,
-    number_at,
-    of_experts,
-    weight_at,
-)
+from specdec.ops.products.kernels.quantised.choosing_hopper import choose_places, of_experts
 from specdec.ops.products.kernels.quantised.parts_hopper import complete, weight_rows
-from specdec.ops.products.kernels.quantised.units_hopper import load_units, loads_stay_in_front, own_expert, sums_of_units
+from specdec.ops.products.kernels.quantised.units_hopper import load_units, own_expert, sums_of_units
 
 if TYPE_CHECKING:
     from specdec.ops.products.experts import Form, SharedOutput
@@ -50,6 +43,7 @@ if TYPE_CHECKING:
     from specdec.ops.products.tiles.experts import ExpertTiles
 
 MOST = 8  # tokens
+REGISTERS = 128  # of a thread, at most: a second program of 8 warps fits on an SM
 MOST_PAIRS, MOST_EXPERTS = 64, 1 << 15  # by the bits of a word of the list
 
 
@@ -72,8 +66,7 @@ def few_gate_up_hopper_kernel(
     N: gl.constexpr, K: gl.constexpr, UNITS: gl.constexpr, G: gl.constexpr, GROUP_UNITS: gl.constexpr, A: gl.constexpr,
     PADDED_P: gl.constexpr, EXPERTS: gl.constexpr, KIND: gl.constexpr, HAS_BIAS: gl.constexpr,
     ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, ONE: gl.constexpr, BLOCK_N: gl.constexpr,
-    CHOOSES: gl.constexpr, RULE: gl.constexpr, EARLY: gl.constexpr, AHEAD: gl.constexpr, PDL: gl.constexpr,
-    num_warps: gl.constexpr,
+    CHOOSES: gl.constexpr, RULE: gl.constexpr, AHEAD: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     if CHOOSES:
         biases = of_experts(router_bias, RULE.HAS_BIAS, RULE, num_warps)
@@ -83,9 +76,7 @@ def few_gate_up_hopper_kernel(
         gdc_launch_dependents()
     pair = gl.program_id(1)
     if CHOOSES:
-        choice = chosen_first(parts, biases, corrections, pair, pair + 1 if EARLY else places, RULE, num_warps)
-        expert, is_here = number_at(choice, active, pair, places, RULE)
-        own_weight = (pair * 0).to(gl.float32) if EARLY else weight_at(choice, is_here, RULE)
+        expert, own_weight = choose_places(parts, biases, corrections, active, pair, places, RULE, num_warps)
         if gl.program_id(0) == 0:
             gl.store(topk_ids + pair, expert.to(gl.int64))
             gl.store(topk_weights + pair, own_weight)
@@ -122,10 +113,6 @@ def few_gate_up_hopper_kernel(
             qweight, scales, row_N, slices, 0, AHEAD, PARTS * N, UNITS, G, GROUP_UNITS, False, words_layout,
             gl.SliceLayout(2, layout),
         )  # fmt: skip
-        if EARLY:  # the other places, while words are on their way
-            loads_stay_in_front()
-            own_weight = weight_at(chosen_until(choice, pair, pair + 1, places, RULE), is_here, RULE)
-            gl.store(topk_weights + pair, own_weight, mask=gl.program_id(0) == 0)
         m = gl.arange(0, 8, gl.SliceLayout(0, out))
         weight_M = _weights_of_tokens(topk_weights, topk_ids, expert, own_weight, T, A, ONE, gl.SliceLayout(0, out))
         row = _rows(tile, N, BLOCK_N, PARTS, gl.SliceLayout(1, out))
@@ -355,7 +342,7 @@ def launch_few_gate_up_hopper(
         x_TH, *arguments, topk_weights_TK, topk_ids_TK, *read_of(choice, topk_weights_TK), y_PTN, entries, T,
         x_TH.stride(0), A, N=N, **values, **rule_of(choice), A=A,
         PADDED_P=max(32, triton.next_power_of_2(P)), **epilogue(form.activation), ONE=T == 1, BLOCK_N=tiles.block_n,
-        EARLY=tiles.early and choice is not None, AHEAD=tiles.unroll, num_warps=tiles.warps, maxnreg=tiles.registers,
+        AHEAD=tiles.unroll, num_warps=tiles.warps, maxnreg=REGISTERS,
         **chained(x_TH.device),
     )  # fmt: skip
     return y_PTN, entries
@@ -378,9 +365,10 @@ def launch_few_down_hopper(
     few_down_hopper_kernel[(num_tiles, tiles.splits)](
         x_PTK, *arguments, topk_weights_TK, topk_ids_TK, *read_of(choice, topk_weights_TK), entries,
         none if shared is None else shared.out_TH, none if gate is None else gate, y, partials, arrivals, T, A, N=N, **values,
-        **rule_of(choice), A=A, PADDED_A=triton.next_power_of_2(A), HAS_SHARED=shared is not None, HAS_GATE=gate is not None,
-        ONE=T == 1, STORE_PARTIALS=store_partials, BLOCK_N=tiles.block_n, SPLITS=tiles.splits, AHEAD=tiles.unroll,
-        num_warps=tiles.warps, maxnreg=tiles.registers,
+        **rule_of(choice), A=A,
+        PADDED_A=triton.next_power_of_2(A), HAS_SHARED=shared is not None,
+        HAS_GATE=gate is not None, ONE=T == 1, STORE_PARTIALS=store_partials, BLOCK_N=tiles.block_n, SPLITS=tiles.splits,
+        AHEAD=tiles.unroll, num_warps=tiles.warps, maxnreg=REGISTERS,
         **chained(x_PTK.device),
     )  # fmt: skip
     return y

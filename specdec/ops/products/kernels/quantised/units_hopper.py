@@ -194,13 +194,13 @@ def sums_of_units(
     SLICES: gl.constexpr = gl.num_warps()
     acc = gl.zeros([SLICES, BLOCK_N, 8], gl.float32, layout)
     words, scale, places = loaded
-    loads_stay_in_front()
+    _loads_stay_in_front()
     for run in range(1, runs):
         next_words, next_scale, next_places = load_units(
             qweight, scales, row_N, slices, run * AHEAD, AHEAD, ROWS, UNITS, G, GROUP_UNITS, LISTED, words_layout,
             gl.SliceLayout(2, layout),
         )  # fmt: skip
-        loads_stay_in_front()
+        _loads_stay_in_front()
         acc = _add_run(
             acc, x, stride_x, stride_place, words, scale, places, K, KIND, FOUR, ONE, ENLARGES, AHEAD, layout, x_layout
         )  # fmt: skip
@@ -217,7 +217,7 @@ def sums_of_units(
 
 
 @gluon.jit
-def loads_stay_in_front():
+def _loads_stay_in_front():
     """Keeps the assembler from moving loads to where their words are needed, which saves registers and waits for each load."""
     gl.inline_asm_elementwise("bar.warp.sync 0xffffffff; // dummy $0", "=r", [], gl.int32, is_pure=False, pack=1)
 
