@@ -33,6 +33,7 @@ from specdec.models.kv import cache_layout
 
 AUDIT_PIECE = 64  # places of a text whose logits the audit holds at once
 LOGITS_COPIES = 6  # scores, noise and masks beside them
+INPUTS_COPIES = 4  # of what layers read beside the residual stream, while it is made
 PRODUCTS_BYTES = 64 << 20  # torch gives cuBLAS 32 MiB a thread on a Hopper GPU; two threads multiply
 
 
@@ -245,21 +246,23 @@ def pass_bytes(config: ModelConfig, tokens: int, rows: int, features: int, items
 def audit_bytes(config: ModelConfig, settings: EngineSettings, weights: int) -> int:
     """What comparing a longest text with the reference takes on a rank while it goes on; 0 without `audit`.
 
-    weights: the bytes of the rank's share of the target.  In the wider dtype, there are one layer and the tables of embeddings,
-    what a pass over the text takes, what it is given once more where it goes on after it has made way, the scores of all pairs
-    of its tokens where attention keeps them, and some logits; and on a GPU what cuBLAS keeps.
+    weights: the bytes of the rank's share of the target.  In the wider dtype, there are one layer and the tables of embeddings
+    (and what makes the layers' own inputs), what a pass over the text takes, what it is given once more where it goes on after
+    it has made way, the scores of all pairs of its tokens where attention keeps them, and some logits; and on a GPU what cuBLAS
+    keeps.
     """
     options, own = settings.options, settings.dtype.itemsize
     if not options.audit:
         return 0
     tokens, wide = min(options.audit_max_tokens, settings.max_seq_len), min(8, 2 * own)
-    table = config.vocab_size * config.hidden_size
+    table, inputs = config.vocab_size * config.hidden_size, config.num_layers * config.input_size
     tables = table * own + (0 if config.tie_embeddings else table * own // options.tensor_parallel_size)
+    tables += inputs * (config.vocab_size + config.hidden_size) * own
     layer = max(0, weights - tables) // config.num_layers
     widened = (tables + layer) * wide // own if wide > own else 0
     scores = 3 * wide * config.num_heads * tokens**2
     products = PRODUCTS_BYTES if settings.device.type == "cuda" else 0
-    again = 2 * config.hidden_size  # a layer's residual stream and its norm, of a token
+    again = 2 * config.hidden_size + (1 + INPUTS_COPIES) * inputs  # a layer's residual stream and its norm, of a token
     return widened + pass_bytes(config, tokens, AUDIT_PIECE * LOGITS_COPIES, again, wide) + scores + products
 
 

@@ -167,6 +167,7 @@ class ModelConfig:
     mtp_layers: layers of multi-token prediction in the checkpoint, which the target itself does not compute.
     shard: which rank's share of the model this is; the counts of heads and intermediate_size are then that share's.
     output_names: what checkpoints call the matrices that end a layer's blocks.
+    input_size: of what each layer reads of a token beside the residual stream, by the token's id; 0: nothing.
     wrapper: the model_type of the wrapper that this is the text model of; empty: it stands alone.
     """
 
@@ -218,6 +219,7 @@ class ModelConfig:
     values_are_keys: bool = False
     unlike_heads: tuple[tuple[LayerKind, HeadSizes], ...] = ()
     output_names: OutputNames = OutputNames()
+    input_size: int = 0
     wrapper: str = ""
 
     def __post_init__(self) -> None:
@@ -260,7 +262,7 @@ class ModelConfig:
     @property
     def reads_ids(self) -> bool:
         """Whether layers read token ids themselves, and not their embeddings alone."""
-        return False
+        return bool(self.input_size)
 
     @property
     def logits_scale(self) -> float:

@@ -34,13 +34,10 @@ _BY_LAYER = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_k
 
 @dataclass(frozen=True)
 class GemmaConfig(ModelConfig):
-    """input_size: of what each layer reads of a token beside the residual stream; 0: nothing.
-
-    double_wide: whether MLPs of layers that read an earlier layer's keys are twice as wide.
+    """double_wide: whether MLPs of layers that read an earlier layer's keys are twice as wide.
     final_softcap: c, where logits become c * tanh(logit / c); None: they stay.
     """
 
-    input_size: int = 0
     double_wide: bool = False
     final_softcap: float | None = None
 
@@ -48,10 +45,6 @@ class GemmaConfig(ModelConfig):
         """Of that layer's ordinary MLP, which stands beside a mixture where there is one."""
         width = self.intermediate_size if self.experts is None else self.experts.shared_size
         return width * (1 + (self.double_wide and self.kv_source[layer] != layer))
-
-    @property
-    def reads_ids(self) -> bool:
-        return bool(self.input_size)
 
     @property
     def width_of_mlp(self) -> float:
@@ -87,8 +80,8 @@ def parse_gemma4(raw: dict[str, Any], where: str) -> GemmaConfig:
             "o_bias": biased,
             "qk_norm": True,
             "embedding_multiplier": base.hidden_size**0.5,
+            "input_size": _input_size(raw, base.vocab_size, where),
         },
-        input_size=_input_size(raw, base.vocab_size, where),
         double_wide=flag(raw, "use_double_wide_mlp", where),
         final_softcap=None if raw.get("final_logit_softcapping") is None else number(raw, "final_logit_softcapping", where),
     )

@@ -105,6 +105,7 @@ def read_transformers_config(folder: Path) -> ModelConfig:
         dtype=dtype_name(raw, where),
         encoder=_encoder(config, folder, traced.encoder_head_dim) if has_encoder else None,
         mtp_layers=_mtp_layers(raw, where) if config.model_type in _WITH_MTP else 0,
+        input_size=getattr(own, "hidden_size_per_layer_input", None) or 0,
     )
 
 
