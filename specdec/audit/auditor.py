@@ -10,19 +10,22 @@ import random
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from specdec.audit.idle_pass import Wanted, read_while_idle
-from specdec.batch.grammars.masks import masks_of_text
+from specdec.batch.grammars.masks import masks_by_part
 from specdec.engine.loop import Engine
 from specdec.engine.request import Request
 from specdec.engine.totals import Totals
 from specdec.grammar.library import Grammars
 from specdec.loading.about.machine import versions
+from specdec.loading.memory import AUDIT_PIECE
 from specdec.loading.resolve import EngineSettings
 from specdec.lossless.choice import GeneratedText
 from specdec.lossless.reference import Judged, ReferenceCheck
@@ -68,6 +71,7 @@ class Auditor:
         self._waiting: deque[Waiting] = deque()
         self._is_late = False
         self._has_begun = False  # the comparison of the first text that waits, which has made way
+        self._making: Iterator[GeneratedText | None] | None = None  # of that text, until it is made
         self.files: list[Path] = []
         self.keeps_texts, self.max_waiting = False, MAX_WAITING
         self.compare, self.clock = read_while_idle, time.monotonic
@@ -100,12 +104,16 @@ class Auditor:
         return bool(self._waiting) and self._settings.options.audit_busy > 0 and self.clock() >= self._not_before
 
     def work(self, engine: Engine[Any], is_wanted: Callable[[], bool]) -> None:
-        """Compares one text.  If somebody comes meanwhile, it stops between two layers, and goes on there at the next call."""
+        """Compares one text.  If somebody comes meanwhile, it stops between two layers, or between two parts of its grammar's
+        masks, and goes on there at the next call.
+        """
         self._compare(engine, is_wanted)
         self._totals.audit_interrupted += self._has_begun
 
     def work_between(self, engine: Engine[Any]) -> None:
-        """Brings a comparison further by a layer, and then has requests run undisturbed for so long that the share holds."""
+        """Brings a comparison further by a layer or a part of masks, and then has requests run undisturbed for so long that the
+        share holds.
+        """
         share, began = self._settings.options.audit_busy, self.clock()
         self._compare(engine, lambda: True)
         ended = self.clock()
@@ -115,8 +123,7 @@ class Auditor:
         """Compares the first text that waits, until somebody comes."""
         finished = self._waiting[0].finished
         try:
-            text = None if self._has_begun else self._generated(finished)
-            check = engine.runner.on_all_ranks(self.compare, self._settings, text, Wanted(is_wanted))
+            check = self._brought_further(engine, finished, is_wanted)
         except Exception as error:  # of any kind, most often too little memory
             self._done()
             self._totals.audit_skipped["failed"] += 1
@@ -133,9 +140,23 @@ class Auditor:
         if wrong := [each for each in check.off if not each.is_explained]:
             self._found(engine, finished, check, wrong)
 
+    def _brought_further(
+        self, engine: Engine[Any], finished: FinishedText, is_wanted: Callable[[], bool]
+    ) -> ReferenceCheck | None:
+        """Makes the text, and has all ranks compare it; None: the call has made way.  Each call does a part of either."""
+        text = None
+        if not self._has_begun:
+            self._making = self._generated(finished)
+        if self._making is not None:
+            while (text := next(self._making)) is None:
+                if is_wanted():
+                    return None
+            self._making = None
+        return engine.runner.on_all_ranks(self.compare, self._settings, text, Wanted(is_wanted))
+
     def _done(self) -> None:
         self._waiting.popleft()
-        self._has_begun = False
+        self._has_begun, self._making = False, None
         self._is_late = self._is_late and len(self._waiting) > self.max_waiting // 2
         self._count_waiting()
 
@@ -153,12 +174,19 @@ class Auditor:
                 "larger audit_busy"
             )
 
-    def _generated(self, finished: FinishedText) -> GeneratedText:
-        """The text as the reference takes it.  The draws of its row are those of `choice`."""
-        choice, masks = finished.choice, None
+    def _generated(self, finished: FinishedText) -> Iterator[GeneratedText | None]:
+        """The text as the reference takes it, after a None for each part of its masks, which may take long.
+
+        The draws of its row are those of `choice`.
+        """
+        choice, ids, masks = finished.choice, finished.token_ids, None
         if choice.grammar is not None:
-            masks = masks_of_text(self._grammars.matcher(choice.grammar), finished.token_ids, self._vocab_size)
-        return GeneratedText(finished.prompt_ids, finished.token_ids, finished.sampling, choice, masks)
+            parts = []
+            for part in masks_by_part(self._grammars.matcher(choice.grammar), ids, self._vocab_size, AUDIT_PIECE):
+                parts.append(part)
+                yield None
+            masks = torch.cat(parts)
+        yield GeneratedText(finished.prompt_ids, ids, finished.sampling, choice, masks)
 
     def _found(self, engine: Engine[Any], finished: FinishedText, check: ReferenceCheck, wrong: list[Judged]) -> None:
         """A text holds tokens that the target would not write."""

@@ -7,7 +7,7 @@ Shapes: B sequences, N rows of logits of each, R = B * N, W a run of the vocabul
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,11 +29,18 @@ class BitMasks(NamedTuple):
 
 def masks_of_text(matcher: Any, token_ids: Sequence[int], vocab_size: int) -> Tensor:
     """int32 [places, X]: what a grammar allows at each place of a text.  matcher: at the text's beginning."""
-    masks_IX = torch.empty(len(token_ids), -(-vocab_size // 32), dtype=torch.int32, device="cpu")
-    for place, token in enumerate(token_ids):
-        matcher.fill(masks_IX[place : place + 1].numpy())
-        matcher.take([token])
-    return masks_IX
+    return torch.cat(tuple(masks_by_part(matcher, token_ids, vocab_size, max(1, len(token_ids)))))
+
+
+def masks_by_part(matcher: Any, token_ids: Sequence[int], vocab_size: int, size: int) -> Iterator[Tensor]:
+    """The same, computed `size` places at a time, so that whoever asks may do something else between two parts."""
+    for first in range(0, max(1, len(token_ids)), size):
+        part = token_ids[first : first + size]
+        masks_IX = torch.empty(len(part), -(-vocab_size // 32), dtype=torch.int32, device="cpu")
+        for place, token in enumerate(part):
+            matcher.fill(masks_IX[place : place + 1].numpy())
+            matcher.take([token])
+        yield masks_IX
 
 
 def masked_logits(logits_RW: Tensor, masks: BitMasks, first: int = 0) -> Tensor:
