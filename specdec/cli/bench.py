@@ -67,7 +67,7 @@ def options_of(args: argparse.Namespace) -> BenchOptions:
     target, draft = flags.pair_of(args, [flag for flag, value in about_drafts.items() if value])
     if draft is None:
         say_plain(target)
-    sampling = flags.sampling_of(args, seed=0)
+    sampling = flags.sampling_of(args, seed=0, least=2)
     source, engine = Path(args.prompts) if args.prompts else shipped.prompts_file(), flags.engine_of(args)
     prompts = read_prompts(source, args.num_prompts)
     from specdec.bench.run import BenchOptions

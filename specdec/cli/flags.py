@@ -125,8 +125,13 @@ def add_prediction_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prediction", type=lambda name: _read(name, "a file of text"), metavar="FILE", help=meaning)
 
 
-def sampling_of(args: argparse.Namespace, seed: int | None = None) -> SamplingParams:
-    """Flags that greedy decoding would not look at are errors: nothing is ignored.  seed: of sampled texts without a --seed."""
+def sampling_of(args: argparse.Namespace, seed: int | None = None, least: int = 1) -> SamplingParams:
+    """Flags that greedy decoding would not look at are errors: nothing is ignored.
+
+    seed: of sampled texts without a --seed.  least: how many tokens the command needs.
+    """
+    if args.max_tokens == 0:  # with which Python may ask for the prompt alone, for which no command has a flag
+        raise ValueError(f"max_tokens must be >= {least}, got 0; nearest setting that works: --max-tokens {least}")
     given = {name: getattr(args, name) for name in SAMPLING_OPTIONS if getattr(args, name, None) is not None}
     if seed is not None and args.temperature > 0:
         given.setdefault("seed", seed)

@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     target, draft = flags.pair_of(args, [])
     if draft is None:
         raise ValueError("--draft is missing: verify compares speculative with plain decoding; give the head of the --target")
-    sampling = flags.sampling_of(args, seed=0)
+    sampling = flags.sampling_of(args, seed=0, least=2)
     decoder, prompts, facts = _load(args, target, draft, sampling)
     from specdec.bench.encode import with_seeds
 

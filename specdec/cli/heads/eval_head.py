@@ -42,12 +42,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     check_files({"--json": args.json})
     options = EngineOptions(**{name: getattr(args, name) for name in USED})
-    SamplingParams(max_tokens=args.max_tokens)  # refuses numbers that are none
     if args.max_tokens < MIN_TOKENS:
         raise ValueError(
             f"--max-tokens must be >= {MIN_TOKENS}, since the first token comes from the prefill and no round would run, got "
             f"{args.max_tokens}; nearest setting that works: --max-tokens {MIN_TOKENS}"
         )
+    SamplingParams(max_tokens=args.max_tokens)  # refuses numbers that are too large
     specs = tuple(args.spec or DEFAULT_SPECS)
     if twice := [spec.label for spec in dict.fromkeys(specs) if specs.count(spec) > 1]:
         raise ValueError(f"--spec must name each shape once, got {', '.join(twice)} more than once")
