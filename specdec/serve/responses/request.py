@@ -55,6 +55,8 @@ def chat_body(body: dict[str, Any], lenient: bool = False) -> tuple[dict[str, An
     """
     left_out = list[str]()
     _check_echoed(body)
+    if not isinstance(kept := body.get("store"), bool | None):  # which does nothing here, but says what was meant
+        raise wrong("store", f"store must be true or false, got {shown(kept)}; nearest setting that works: store=false")
     body = {name: value for name, value in body.items() if name not in SILENT}
     for name, why in ELSEWHERE.items():
         if body.get(name) not in (None, False):

@@ -121,11 +121,15 @@ def test_any_object(agent: Served, stream: bool) -> None:
 
 
 def test_nothing_is_kept_and_answers_say_so(agent: Served) -> None:
-    """Keeps out: programs that fail for a field which says nothing of the text; an answer that claims to be kept; an error that
-    leaves a loop of items which it was never told to bring without a way on."""
+    """Keeps out: programs that fail for a field which says nothing of the text; an answer that claims to be kept; a value of
+    that field which means neither; an error that leaves a loop of items which it was never told to bring without a way on."""
     for store in (True, False, None):
         answer = agent.post(RESPONSES, {**SETTINGS, "input": "9", "max_output_tokens": 1, "store": store})
         assert answer.status_code == 200 and answer.json()["store"] is False, answer.text
+    for store in ("yes", 1, 0, [], {"a": 1}):
+        error = agent.post(RESPONSES, {**SETTINGS, "input": "9", "store": store})
+        assert error.status_code == 400 and error.json()["error"]["param"] == "store"
+        assert error.json()["error"]["message"].startswith("store must be true or false, got ")
     missing = agent.get(f"{RESPONSES}/{answer.json()['id']}")
     assert missing.status_code == 404 and "keeps no responses" in missing.json()["error"]["message"]
     referred = agent.post(RESPONSES, {**SETTINGS, "input": [{"type": "item_reference", "id": "fc_1"}]})
