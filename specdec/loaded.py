@@ -291,7 +291,9 @@ class LoadedDecoder:
         if sampling.prompt_logprobs is not None and encoder_ids is not None:
             with about("prompt_logprobs"):
                 fault = "prompt_logprobs needs a target whose decoder reads the prompt, and of this one the encoder does"
-                raise ValueError(f"{fault}; nearest setting that works: prompt_logprobs=None")
+                also = "" if sampling.max_tokens else " and max_tokens=1"  # the prompt alone, as for `score`
+                works = f"a decoder-only target; without scores of the prompt: prompt_logprobs=None{also}"
+                raise ValueError(f"{fault}; nearest thing that works: {works}")
         bad_words = check_tokens(sampling, self.tokenizer, config.vocab_size)
         if (rule := sampling.grammar_rule) is not None:
             self.grammars.check(*rule)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from toolkit.driver import Driver
 from toolkit.oracles.encoder_decoders import ENCODER_DECODERS, LONGEST, eager, greedy, save_encoder_decoder, save_head
+from toolkit.serving.server import Served
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.attention.kernels.triton_backend import TritonBackend
@@ -123,7 +124,23 @@ def test_the_longest_output_counts_no_encoder_input(bart: Path) -> None:
 
 
 def test_the_encoder_s_text_has_no_log_probabilities(bart: Path) -> None:
-    """Keeps out: numbers of the decoder's start token in place of the prompt's."""
-    with SpecDecoder.from_pretrained(bart, device="cpu") as decoder:
-        with pytest.raises(ValueError, match="prompt_logprobs needs a target whose decoder reads the prompt.*nearest"):
-            decoder.score([5, 6, 7])
+    """Keeps out: numbers of the decoder's start token in place of the prompt's; hints that lead from one error to another, and
+    back."""
+    with SpecDecoder.from_pretrained(bart, device="cpu", max_seq_len=32) as decoder:
+        said, prompt = (
+            "prompt_logprobs needs a target whose decoder reads the prompt.*nearest .* a decoder-only target",
+            [5, 6, 7],
+        )
+        with pytest.raises(ValueError, match=f"{said}; without .*prompt_logprobs=None and max_tokens=1$"):
+            decoder.score(prompt)
+        with pytest.raises(ValueError, match=f"{said}; without .*prompt_logprobs=None$"):
+            decoder.generate(prompt, SamplingParams(3, prompt_logprobs=0))
+        decoder.generate(prompt, SamplingParams(1, prompt_logprobs=None))
+        with Served(decoder) as served:
+            ask = {"model": "tiny", "prompt": prompt, "echo": True}
+            for more in ({"max_tokens": 0}, {"max_tokens": 1, "logprobs": 1}):
+                error = served.post("/v1/completions", {**ask, **more}).json()["error"]
+                assert error["param"] == "echo" and error["message"].endswith("or max_tokens=1 without logprobs")
+            assert served.post("/v1/completions", {**ask, "max_tokens": 1}).status_code == 200
+            error = served.post("/v1/completions", {**ask, "max_tokens": 1, "prompt_logprobs": 1}).json()["error"]
+            assert error["param"] == "prompt_logprobs" and error["message"].endswith("prompt_logprobs=None")

@@ -91,6 +91,10 @@ def _wrong_prompt(decoder: SpecDecoder, plan: RequestPlan, error: ValueError | T
     option, rule = field_of(error), plan.sampling.grammar_rule
     if plan.tool_rules.callable_tools and option == "grammar":
         return wrong("tools", str(error))
+    if option == "prompt_logprobs" and plan.prompt_logprobs is None:  # an echo asks for them
+        fault = "echo with logprobs, or with max_tokens=0, needs a target whose decoder reads the prompt, and of this one the"
+        works = "nearest thing that works: a decoder-only target, or max_tokens=1 without logprobs"
+        return wrong("echo", f"{fault} encoder does; {works}")
     is_grammar = rule is not None and option == rule[0]
     said = decoder.tokenizer.without_folder(str(error))
     return wrong(plan.grammar_field if is_grammar else option or plan.prompt_field, said)
