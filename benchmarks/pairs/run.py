@@ -120,8 +120,19 @@ def main() -> int:
     return run_step(parse())
 
 
+def check_folders(args: argparse.Namespace) -> None:
+    """ValueError where a file lies in the place of a folder, or `prompts` has no folder to read."""
+    for name in ("folder", "out", "text", "evaluation"):
+        path, is_read = getattr(args, name), name in ("text", "evaluation")
+        if path is None or (is_read and args.step != "prompts"):
+            continue
+        if (is_read and not path.exists()) or not next(each for each in (path, *path.parents) if each.exists()).is_dir():
+            raise ValueError(f"--{name}: expected a folder{'' if is_read else ', or none yet'}, got {path}")
+
+
 def run_step(args: argparse.Namespace) -> int:
     """The exit code of the step."""
+    check_folders(args)
     folder = PartsFolder(args.folder)
     if args.step == "prompts":
         from pairs.training import write_prompts

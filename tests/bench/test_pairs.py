@@ -230,6 +230,26 @@ def test_wrong_settings_and_heads_are_refused(pairs: Any, tmp_path: Path) -> Non
         pairs.card.write_head(folder, "eagle3", tmp_path / "out")
 
 
+def test_a_file_in_the_place_of_a_folder_is_named(pairs: Any, sources: Path, tmp_path: Path) -> None:
+    """Keeps out: "File exists" and other words of the system alone, after work that was for nothing."""
+    file, there = tmp_path / "file", tmp_path / "there"
+    file.write_text("")
+    read = ["--text", str(sources / "text"), "--evaluation", str(sources / "prompts")]
+    for step in ("prompts --tiny", "texts", "train", "eval", "table", "card", "pack", "unpack"):
+        more = ["--out", str(tmp_path / "out")] if step in ("card", "pack", "unpack") else read if "prompts" in step else []
+        for wrong in (file, file / "below"):
+            with pytest.raises(ValueError, match=f"^--folder: expected a folder, or none yet, got {wrong}$"):
+                run_step(pairs, *step.split(), "--folder", str(wrong), *more)
+            if "--out" in more:
+                with pytest.raises(ValueError, match=f"^--out: expected a folder, or none yet, got {wrong}$"):
+                    run_step(pairs, step, "--folder", str(there), "--out", str(wrong))
+    for flag in read[::2]:
+        for wrong in (file, tmp_path / "none"):
+            with pytest.raises(ValueError, match=f"^{flag}: expected a folder, got {wrong}$"):
+                run_step(pairs, "prompts", "--tiny", "--folder", str(there), *read, flag, str(wrong))
+    assert not there.exists() and not (tmp_path / "out").exists()
+
+
 def test_a_budget_ends_before_its_seconds(pairs: Any, tmp_path: Path) -> None:
     """Keeps out: a machine that is taken away in the middle of a part, all of which is lost."""
     now, folder = [0.0], pairs.plan.PartsFolder(tmp_path)
