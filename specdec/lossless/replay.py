@@ -18,6 +18,7 @@ from specdec.checks import MAX_FILE, require_bool, require_ids, shown
 from specdec.config import OF_DRAFTS, SamplingParams, SpecConfig
 from specdec.engine.needs import RowChoice
 from specdec.engine.request import Request
+from specdec.files.whole import write_whole
 from specdec.grammar.wait import Thought, Wait
 from specdec.loading.resolve import EngineSettings
 from specdec.lossless.choice import GeneratedText
@@ -105,12 +106,17 @@ class ReplayFile:
         )
 
     def write(self, folder: Path) -> Path:
-        """The new file, which only this user may read.  OSError if it can't be written."""
+        """The new file, which only this user may read.  OSError if it can't be written; there is none then."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"replay-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(4)}.json"
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-            lines = (f" {json.dumps(name)}: {json.dumps(value)}" for name, value in asdict(self).items())
-            file.write("{\n" + ",\n".join(lines) + "\n}\n")
+        lines = (f" {json.dumps(name)}: {json.dumps(value)}" for name, value in asdict(self).items())
+        text = "{\n" + ",\n".join(lines) + "\n}\n"
+
+        def write(part: Path) -> None:
+            with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+                file.write(text)
+
+        write_whole(path, write)
         return path
 
     @classmethod

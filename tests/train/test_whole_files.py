@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -128,6 +129,7 @@ import resource, signal, sys
 from pathlib import Path
 import torch
 from specdec.cli.terminal.output import json_writer, write_files
+from specdec.lossless.replay import ReplayFile
 from specdec.train.folder import put_model, save_whole
 from specdec.train.target import TargetRun, build_model, save_target, train_tokenizer
 
@@ -141,6 +143,7 @@ for limit in (1 << 40, 1 << 15):
         "a.pt": lambda: save_whole(folder / "a.pt", data | {"limit": limit}),
         "b.json": lambda: write_files({str(folder / "b.json"): json_writer(lambda: {"limit": limit, "numbers": [1] * 60_000})}),
         "c": lambda: put_model(folder / "c", lambda made: save_target(model, words, made)),
+        "d": lambda: ReplayFile("a", None, None, {}, {}, "", [1] * 60_000, [1], [0], True, {}, [], 0.0).write(folder / "d"),
     }.items():
         try:
             write()
@@ -151,14 +154,16 @@ for limit in (1 << 40, 1 << 15):
 
 
 def test_a_full_disk_leaves_what_was_there_and_is_told_with_the_file(tmp_path: Path) -> None:
-    """Keeps out: half a checkpoint, half a head, half a result; "unexpected pos 640 vs 534", which is all that torch says of a
-    full disk; a traceback of safetensors' own error."""
+    """Keeps out: half a checkpoint, half a head, half a result, half a replay file of an audit; "unexpected pos 640 vs 534", which
+    is all that torch says of a full disk; a traceback of safetensors' own error."""
     (tmp_path / "c").mkdir()
     done = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, timeout=300)
-    assert done.stdout.splitlines() == ["a.pt True True", "b.json True True", "c True True"], done.stderr
+    assert done.stdout.splitlines() == ["a.pt True True", "b.json True True", "c True True", "d True True"], done.stderr
     assert load_whole(tmp_path / "a.pt")["limit"] == 1 << 40
     assert '"limit": 1099511627776' in (tmp_path / "b.json").read_text()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pt", "b.json", "c"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pt", "b.json", "c", "d"]
+    (replay,) = (tmp_path / "d").iterdir()
+    assert len(json.loads(replay.read_text())["prompt_token_ids"]) == 60_000 and replay.stat().st_mode & 0o777 == 0o600
     assert (tmp_path / "c" / WEIGHTS).stat().st_size > 1 << 15 and not (tmp_path / "c" / folders.UNFINISHED).exists()
 
 
