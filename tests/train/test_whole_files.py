@@ -154,8 +154,8 @@ for limit in (1 << 40, 1 << 15):
 
 
 def test_a_full_disk_leaves_what_was_there_and_is_told_with_the_file(tmp_path: Path) -> None:
-    """Keeps out: half a checkpoint, half a head, half a result, half a replay file of an audit; "unexpected pos 640 vs 534", which
-    is all that torch says of a full disk; a traceback of safetensors' own error."""
+    """Keeps out: half a checkpoint, half a head, half a result, half a replay file of an audit; "unexpected pos 640 vs 534",
+    which is all that torch says of a full disk; a traceback of safetensors' own error."""
     (tmp_path / "c").mkdir()
     done = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, timeout=300)
     assert done.stdout.splitlines() == ["a.pt True True", "b.json True True", "c True True", "d True True"], done.stderr
