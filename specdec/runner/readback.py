@@ -70,17 +70,17 @@ class HostCopy:
         self._readback, self._host, self._begun, self.done, self._pinned = readback, host, begun, done, pinned
 
     def read(self, of: Callable[[Tensor], R]) -> R:
-        """Waits for the tensor's values and returns what `of` makes of them.  To be called once only."""
-        if self._pinned is not None:
-            start = time.perf_counter()
-            try:
+        """What `of` makes of the tensor's values, once they are there.  To be called once only."""
+        try:
+            if not self.is_there:
+                start = time.perf_counter()
                 self.done.synchronize()
-            except RuntimeError as error:  # the device has failed, perhaps because another rank has
-                if self._readback.other_ranks is not None:
-                    raise self._readback.other_ranks.explain(error) from error
-                raise
-            self._readback.wait_seconds += time.perf_counter() - start
-            self._readback.waits += 1
+                self._readback.wait_seconds += time.perf_counter() - start
+                self._readback.waits += 1
+        except RuntimeError as error:  # the device has failed, perhaps because another rank has
+            if self._readback.other_ranks is not None:
+                raise self._readback.other_ranks.explain(error) from error
+            raise
         if self._readback.other_ranks is not None:
             self._readback.other_ranks.check()
         values = of(self._host)

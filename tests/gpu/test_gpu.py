@@ -158,8 +158,8 @@ def test_no_phase_waits_for_the_device() -> None:
 @pytest.mark.parametrize("cuda_graphs", ["round", "step"])
 @pytest.mark.parametrize("speculate", [True, False])
 def test_one_wait_a_round(cuda_graphs: GraphMode, speculate: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keeps out: a host that waits for the round it has just launched, or waits twice.  Counts the waits of 20 rounds;
-    any other synchronisation is an error."""
+    """Keeps out: a host that waits for the round it has just launched, or waits twice.  Counts the waits of 20 rounds,
+    of which a quick one may need none; any other synchronisation is an error."""
     decoder = load(cuda_graphs=cuda_graphs, max_seq_len=400)
     driver = Driver(decoder)
     for text in prompts(3):
@@ -175,7 +175,7 @@ def test_one_wait_a_round(cuda_graphs: GraphMode, speculate: bool, monkeypatch: 
             assert driver.rounds_in_flight == 1, "the next round runs while this one's tokens are handed out"
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert driver.waits - before == 20 and len(driver.running) == 3
+    assert driver.waits - before <= 20 and len(driver.running) == 3
     driver.cancel_all()
 
 

@@ -163,5 +163,6 @@ def test_rounds_of_waiting_texts_are_whole_graphs() -> None:
     run()
     assert rounds and not any(step.needs.grammar for step in rounds)
     assert captured == [driver.num_graphs("round"), driver.num_graphs("phase")] == [1, 0]
-    # The engine reads a round's tokens, and the text takes its own copy of them once that has come; a few are the prompt's.
-    assert driver.waits - waits <= 2 * len(rounds) + 4
+    # The engine reads a round's tokens, and the text takes its own copy of them without a wait, once that has come; a few are
+    # the prompt's.
+    assert driver.waits - waits <= len(rounds) + 4

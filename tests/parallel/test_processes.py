@@ -186,6 +186,9 @@ def test_a_device_that_fails_with_another_rank_names_it() -> None:
     """Keeps out: an error of CUDA for what is another rank's end."""
 
     class Failing:
+        def query(self) -> bool:
+            return False
+
         def synchronize(self) -> None:
             raise RuntimeError("CUDA error: unspecified launch failure")
 
