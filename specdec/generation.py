@@ -129,21 +129,21 @@ class Emitted(NamedTuple):
     tokens: of a round, the accepted draft tokens and then the target's own token; none in a row that had halted before it.
         Of a chunk, the first output token if the prompt ends with the part, else nothing.  A token of -1 says that the target's
         logits were not finite.
-    logprobs: one for each of the tokens, and more, which mean nothing; empty where the launch needed none.
     best: of a round, how many of the drafter's first choices were accepted, and how many that path has.
     sources: of a round, for each accepted draft token a bit for each source that proposed it; empty: there is one source.
+    halted: of a round that needs `waits`, whether the text needs masks where it now stands; see WaitTable.
+    logprobs: one for each of the tokens, and more, which mean nothing; empty where the launch needed none.
     tree: of a round whose needs ask for trees; a plain round's is only a root.
     scores: of a scored part, those of the prompt's tokens after its first one; see PromptPart.
-    halted: of a round that needs `waits`, whether the text needs masks where it now stands; see WaitTable.
     """
 
     tokens: list[int]
-    logprobs: Sequence[Logprobs] = ()
     best: tuple[int, int] = (0, 0)
     sources: Sequence[int] = ()
+    halted: bool = False
+    logprobs: Sequence[Logprobs] = ()
     tree: NodeTable | None = None
     scores: Sequence[Logprobs] = ()
-    halted: bool = False
 
 
 class Pending(Protocol):

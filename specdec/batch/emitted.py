@@ -102,7 +102,7 @@ class EmittedRows(NamedTuple):
             accepted = row[0]
             sources = row[end : end + max(0, accepted)] if named else ()
             best = row[end - 2], row[end - 1]
-            found.append(Emitted(row[1 : accepted + 2], (), best, sources, None, (), halts and row[-1] > 0))
+            found.append(Emitted(row[1 : accepted + 2], best, sources, halts and row[-1] > 0))
         return found
 
 

@@ -15,7 +15,6 @@ from itertools import count
 
 from specdec import steps
 from specdec.engine.chunks import ChunkBudget
-from specdec.engine.control.path_rates import matched
 from specdec.engine.failures import no_token
 from specdec.engine.launches.launch import Launch, Planned
 from specdec.engine.launches.mixing import Mixing
@@ -226,10 +225,7 @@ class Scheduler:
         assert isinstance(step, steps.RunRound)
         self.totals.rounds += 1
         if seconds is not None:
-            drafting = planned.told(emitted)
-            accepted, best = [len(row.tokens) - 1 for row in drafting], [row.best for row in drafting]
-            by_others = [matched(row.sources) for row in drafting] if step.spec and step.spec.max_depth is not None else None
-            self.speculation.observe(step, seconds, accepted, best, tokens_of(planned.states), by_others)
+            self.speculation.observe(step, seconds, planned.told(emitted), tokens_of(planned.states))
         for index in ended:
             if (state := planned.states[index]) is not None:
                 state.request.drafted_until = max(0, tokens_of([state]) - self.speculation.pause)

@@ -13,6 +13,8 @@ from typing import NamedTuple
 from specdec.config import SpecConfig
 from specdec.engine.control.controller import Controller, RoundSize
 from specdec.engine.control.costs import Shape
+from specdec.engine.control.path_rates import matched
+from specdec.generation import Emitted
 from specdec.limits import MAX_PAUSE
 from specdec.steps import CatchUp, Needs, RunRound, Step, Try
 from specdec.trees.shape import largest
@@ -146,23 +148,16 @@ class Speculation:
         fixed = self.shapes if self.controller is None else ()
         return [RunRound(rows, "plain", None, needs), *(RunRound(rows, "speculative", spec, needs) for spec in fixed)]
 
-    def observe(
-        self,
-        step: RunRound,
-        seconds: float,
-        accepted: list[int],
-        best: list[tuple[int, int]] | None = None,
-        tokens: int = 0,
-        matched: list[int] | None = None,
-    ) -> None:
-        """Records a timed round, and how many draft tokens each row that speculates accepted.
+    def observe(self, step: RunRound, seconds: float, told: Sequence[Emitted], tokens: int = 0) -> None:
+        """Records a timed round, and how many draft tokens each row of it accepted that tells how far drafts are right.
 
-        seconds: from the end of the round before it.  best: see Emitted; None for a chain.  tokens: of all rows at its start.
-        matched: how many of the first of them other sources than the drafter proposed; None where there are no such sources.
+        seconds: from the end of the round before it.  told: see Planned.  tokens: of all rows at its start.
         """
         if self.controller is not None:
+            accepted, best = [len(row.tokens) - 1 for row in told], [row.best for row in told]
+            by_others = [matched(row.sources) for row in told] if step.spec and step.spec.max_depth is not None else None
             size = RoundSize.of(step.rows, step.needs)
-            self.controller.observe(size, step.spec, seconds, accepted, best, tokens, matched)
+            self.controller.observe(size, step.spec, seconds, accepted, best, tokens, by_others)
 
     def tried(self, step: Try, seconds: float) -> None:
         """Records the seconds of a step that was tried."""

@@ -55,7 +55,7 @@ class RoundSize(NamedTuple):
 @dataclass
 class AlikeRounds:
     """Rounds of one shape and as many rows, whose rows stand after each other.  told: what is to learn from them.  The other
-    fields: see Speculation.observe.
+    fields: see Controller.observe.
     """
 
     shape: SpecConfig
@@ -132,7 +132,11 @@ class Controller:
         tokens: int = 0,
         matched: Sequence[int] | None = None,
     ) -> None:
-        """A round was verified.  The arguments: see Speculation.observe."""
+        """A round was verified, from whose rows the numbers are that say how far drafts are right.
+
+        accepted: how many draft tokens each accepted.  best: see Emitted; None for a chain.  tokens: of all rows at its start.
+        matched: how many of the first of them other sources than the drafter proposed; None where there are no such sources.
+        """
         self._book(size).costs.observe(shape, seconds, tokens)
         if shape is None or not accepted:
             return

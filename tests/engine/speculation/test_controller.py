@@ -12,6 +12,7 @@ from specdec.engine.control.acceptance import Acceptance
 from specdec.engine.control.controller import LOOKING, Controller, RoundSize
 from specdec.engine.control.costs import Costs
 from specdec.engine.speculation import Speculation
+from specdec.generation import Emitted
 from specdec.limits import MAX_PAUSE
 from specdec.steps import Needs, RunRound, Try
 
@@ -242,7 +243,7 @@ def test_a_measured_round_goes_into_the_book_of_its_kind() -> None:
     assert speculation.controller is not None
     for has_grammar in (False, True):
         step = RunRound(4, "speculative", SHAPES[0], Needs.of(*["grammar"] * has_grammar), timed=True)
-        speculation.observe(step, 1e-3, [0] * 4)
+        speculation.observe(step, 1e-3, [Emitted([0])] * 4)
         assert set(speculation.controller.books) == {RoundSize(4), RoundSize(4, grammar=True)} - (
             {RoundSize(4, True)} - {RoundSize(4, has_grammar)}
         )
@@ -291,7 +292,7 @@ def test_looks_wait_for_the_drafter_to_catch_up_and_for_captures() -> None:
         tried += [each for each in before if isinstance(each, Try)]
         if step.spec is not None:
             pauses.append(pause)
-        speculation.observe(step, cost(8, step.spec), [0] * 8, [(0, 1)] * 8)
+        speculation.observe(step, cost(8, step.spec), [Emitted([0], (0, 1))] * 8)
     assert not tried and pauses and set(pauses[2:]) <= {MAX_PAUSE}
 
 
@@ -310,7 +311,7 @@ def test_decisions_follow_from_verified_rounds_alone(seed: int) -> None:
         step, seconds = plans[0][1], rng.random() * 1e-2
         rows = [other.accept(step.spec, rng) for _ in range(4)]
         for each in (twin, told):
-            each.observe(step, seconds, [a for a, _ in rows], [best for _, best in rows])
+            each.observe(step, seconds, [Emitted([0] * (a + 1), best) for a, best in rows])
 
 
 def test_what_a_tree_accepts_tells_of_chains() -> None:

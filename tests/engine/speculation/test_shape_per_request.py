@@ -9,6 +9,7 @@ from toolkit.models import Zoo, ragged_prompts
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.engine.speculation import Speculation
+from specdec.generation import Emitted
 from specdec.limits import MAX_PAUSE
 from specdec.steps import CatchUp, Needs, RunRound, Step, Try
 from specdec.trees.shape import largest
@@ -53,7 +54,7 @@ def test_a_shape_is_made_ready_before_it_runs() -> None:
         before, step = speculation.next_round(2, Needs(), False, 1.0, asked=(wide,))
         tried = [each.step.spec for each in before if isinstance(each, Try) and isinstance(each.step, RunRound)]
         assert step.spec == wide and tried == [wide] * (turn == 0)
-        speculation.observe(step, 0.01, [1, 2], [(1, 7), (2, 7)])
+        speculation.observe(step, 0.01, [Emitted([0] * 2, (1, 7)), Emitted([0] * 3, (2, 7))])
     before, step = speculation.next_round(2, Needs(), False, 1.0, asked=(None, wide))
     assert step.spec == wide and any(isinstance(each, Try) for each in before), "others want their own measured"
     for _ in range(MAX_PAUSE + 2):

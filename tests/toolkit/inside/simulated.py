@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from specdec.config import SpecConfig
 from specdec.engine.speculation import Speculation
+from specdec.generation import Emitted
 from specdec.steps import CatchUp, Needs, RunRound, Step, Try
 
 Shape = SpecConfig | None
@@ -176,10 +177,9 @@ class SimulatedDevice:
         self.shapes.append(step.spec)
         self._late.append((step, seconds, known, [text.draw(step.spec, self.rng) for _ in range(rows)]))
         if len(self._late) > 1:
-            told, took, tokens, done = self._late.popleft()
-            accepted, best, matched = map(list, zip(*done, strict=True))
-            joined = told.spec is not None and told.spec.max_depth is not None
-            self.speculation.observe(told, took, accepted, best, tokens, matched if joined else None)
+            run, took, tokens, done = self._late.popleft()
+            told = [Emitted([0] * (a + 1), best, [2] * by_others + [1] * (a - by_others)) for a, best, by_others in done]
+            self.speculation.observe(run, took, told, tokens)
         return step.spec
 
     def prepare(self, steps: list[Step]) -> None:
