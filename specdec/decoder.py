@@ -54,15 +54,16 @@ class SpecDecoder(LoadedDecoder):
     def _begin(self) -> None:
         if self.settings.options.audit:
             from specdec.audit.auditor import Auditor  # which most programs never need
-            from specdec.audit.idle_pass import check_share, goes_on, run_once
+            from specdec.audit.idle_pass import check_share, run_once, why_anew
 
             scheduler, vocab_size = self.engine.scheduler, self.model.config.vocab_size
             self.auditor = Auditor(self.settings, scheduler.totals, self.grammars, vocab_size, self.tokenizer)
             if self.settings.device.type == "cuda":  # elsewhere nothing is compiled
                 self.engine.runner.on_all_ranks(run_once, self.settings)
-            if not self.engine.runner.on_all_ranks(goes_on, self.settings):
-                check_share(self.settings.options)
-                self.auditor.tell("a comparison that makes way for requests will begin its pass anew: this model's can't go on")
+            if why := self.engine.runner.on_all_ranks(why_anew, self.settings):
+                check_share(self.settings.options, why)
+                said = "a comparison that makes way for requests will begin its pass anew: this model's can't go on"
+                self.auditor.tell(f"{said} ({why})")
             scheduler.on_answer.append(self.auditor.take)
             self.owner.idle_work = self.auditor
 

@@ -17,6 +17,7 @@ from specdec.lossless.choice import GeneratedText
 from specdec.lossless.passage import MadeWay
 from specdec.lossless.passes import DensePasses, Poll
 from specdec.lossless.reference import ReferenceCheck, TextCheck, share_of_passes
+from specdec.models.checkpoints.config_values import one_line
 from specdec.options import EngineOptions
 from specdec.parallel.group import Group
 from specdec.runner.workers import Workers
@@ -64,8 +65,9 @@ def nobody() -> bool:
     return False
 
 
-def goes_on(workers: Workers, settings: EngineSettings) -> bool:
-    """Notes, and says, whether the target's passes can go on where they stopped: a short text shows it.
+def why_anew(workers: Workers, settings: EngineSettings) -> str:
+    """Notes whether the target's passes can go on where they stopped, which a short text shows, and says why not; empty: they
+    can.
 
     The layers of a model from transformers may leave something for each other that nobody hands them.
     """
@@ -74,6 +76,7 @@ def goes_on(workers: Workers, settings: EngineSettings) -> bool:
     whole = DensePasses(model, replace(settings, device=device), None)
     halting = DensePasses(model, replace(settings, device=device), None, poll=every_other())
     model.goes_on = True  # so that the pass does
+    why = "one that does ends in other hidden states"
     with torch.inference_mode():
         want_TH, got_TH = whole.hidden(ids).float(), None
         try:
@@ -82,18 +85,18 @@ def goes_on(workers: Workers, settings: EngineSettings) -> bool:
                     got_TH = halting.hidden(ids).float()
         except torch.OutOfMemoryError:
             raise
-        except Exception:  # of any kind: the code is the model's own
-            pass
+        except Exception as error:  # of any kind: the code is the model's own
+            why = f"one that does ends in {type(error).__name__}: {one_line(error)}"
     alike = got_TH is not None and bool((got_TH - want_TH).norm() <= MAX_CHANGE * want_TH.norm())
     model.goes_on = model.group.all_reduce_min(float(alike), device) > 0
-    return model.goes_on
+    return "" if model.goes_on else "one of another rank does not" if alike else why
 
 
-def check_share(options: EngineOptions) -> None:
+def check_share(options: EngineOptions, why: str) -> None:
     """ValueError where comparisons may have a layer at a time, of a target whose passes can't go on: none would ever end."""
     if options.audit_busy:
         raise ValueError(
-            "audit_busy must be 0 for this target, whose passes can't go on where they have stopped, got "
+            f"audit_busy must be 0 for this target, whose passes can't go on where they have stopped ({why}), got "
             f"{options.audit_busy}; nearest setting that works: audit_busy=0; comparisons then run while no request is there"
         )
 

@@ -21,11 +21,11 @@ from toolkit.traffic.audit import (
     at_ends,
     auditor_of,
     begun_by,
-    check_going_on,
     every_step,
     totals_of,
     wanted_at,
     weights,
+    why_not_going_on,
     work_between_by_hand,
     work_by_hand,
 )
@@ -59,7 +59,7 @@ def open_text(decoder: SpecDecoder, **params: Any) -> tuple[TextCheck, Generated
 def hold_going_on(decoder: SpecDecoder) -> None:
     """Stops the check before every step of it, with requests between, and compares it with one that nobody stops."""
     driver, before, polls = Driver(decoder), weights(Driver(decoder)), list[int]()
-    assert check_going_on(driver) and decoder.model.goes_on
+    assert not why_not_going_on(driver) and decoder.model.goes_on
     whole, _ = open_text(decoder)
     whole.passes.poll = lambda: polls.append(1)
     want = whole.run()
@@ -111,7 +111,7 @@ def test_passes_nearby_go_on(zoo: Zoo, kept: str) -> None:
 
 def test_a_model_that_can_not_go_on_begins_anew(tmp_path: Path) -> None:
     """Keeps out: right answers called wrong, because layers of a model leave for each other what no call of it keeps; and a
-    share of a busy server's time in which no comparison ever ends."""
+    share of a busy server's time in which no comparison ever ends; a model's own error that nobody is told."""
     with loaded(Families(tmp_path).target("llama"), backend="transformers") as decoder:
         driver, left, first, last = Driver(decoder), dict[str, torch.Tensor](), *(decoder.model.chain()[i].mlp for i in (0, -1))
         hooks = [
@@ -119,7 +119,7 @@ def test_a_model_that_can_not_go_on_begins_anew(tmp_path: Path) -> None:
             first.register_forward_hook(lambda _module, _given, out: left.update(first=out)),
             last.register_forward_hook(lambda _module, _given, out: out + left.get("first", 0)),
         ]
-        assert not check_going_on(driver)
+        assert why_not_going_on(driver) == "one that does ends in other hidden states"
         want, polls, check = (
             open_text(decoder)[0].run(),
             iter([False] * 6 + [True] + [False] * 3 + [True]),
@@ -137,11 +137,21 @@ def test_a_model_that_can_not_go_on_begins_anew(tmp_path: Path) -> None:
                 found = check.run()
         assert found == want and calls == 3
         busy = decoder.settings.with_options(audit=1.0, audit_busy=0.5, audit_folder=str(tmp_path))
-        with pytest.raises(ValueError, match=r"audit_busy must be 0 for this target, .*got 0\.5; nearest .* audit_busy=0"):
+        with pytest.raises(ValueError, match=r"audit_busy must be 0 .*\(one that .*\), got 0\.5; nearest .* audit_busy=0"):
             SpecDecoder(decoder.model, None, busy, decoder.tokenizer)
         for hook in hooks:
             hook.remove()
-        assert check_going_on(driver)
+        assert not why_not_going_on(driver)
+        with pytest.warns(RuntimeWarning, match=r"can't go on \(one that does ends in KeyError: 'first'\)$"):
+            fragile = [
+                decoder.model.decoder.register_forward_pre_hook(lambda *_: left.clear()),
+                first.register_forward_hook(lambda _module, _given, out: left.update(first=out)),
+                last.register_forward_hook(lambda _module, _given, out: out + left["first"]),
+            ]
+            audited = decoder.settings.with_options(audit=1.0, audit_folder=str(tmp_path))
+            SpecDecoder(decoder.model, None, audited, decoder.tokenizer)
+        for hook in fragile:
+            hook.remove()
 
 
 def auditing(zoo: Zoo, folder: Path, **settings: Any) -> SpecDecoder:

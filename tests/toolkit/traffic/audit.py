@@ -8,7 +8,7 @@ from itertools import count
 from typing import Any
 
 from specdec.audit.auditor import Auditor
-from specdec.audit.idle_pass import every_other, goes_on
+from specdec.audit.idle_pass import every_other, why_anew
 from specdec.engine.totals import Totals
 from toolkit.driver import Driver
 
@@ -66,9 +66,9 @@ def begun_by(driver: Driver) -> Any:
     return driver._workers.begun
 
 
-def check_going_on(driver: Driver) -> bool:
-    """What the decoder notes of its target when it begins."""
-    found: bool = driver._runner.on_all_ranks(goes_on, driver.decoder.settings)
+def why_not_going_on(driver: Driver) -> str:
+    """What the decoder notes of its target when it begins; empty: passes go on."""
+    found: str = driver._runner.on_all_ranks(why_anew, driver.decoder.settings)
     return found
 
 
