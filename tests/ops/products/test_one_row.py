@@ -65,12 +65,13 @@ def test_a_row_equals_the_definition(rows: int, block_k: int, warps: int, gated:
 @on_hopper
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize(("block_m", "block_n", "warps"), [(8, 16, 4), (16, 16, 8), (16, 32, 4)])
+@pytest.mark.parametrize(("block_m", "block_n", "warps"), [(8, 16, 4), (16, 16, 8), (16, 32, 4), (32, 16, 4)])
 def test_few_rows_equal_the_definition(block_m: int, block_n: int, warps: int, gated: bool, dtype: torch.dtype) -> None:
-    """Keeps out: columns in another order than x's; columns and rows beyond the last one; gate and up swapped."""
+    """Keeps out: columns in another order than x's; columns and rows beyond the last one; gate and up swapped; tiles of x that
+    overlap."""
     tiles = ProductTiles("held_rows_hopper", block_m, block_n, 32, 1, warps, 1)
     for N, K in SHAPES:
-        for M in (1, block_m - 3, block_m):
+        for M in (1, block_m - 3, block_m, 5 * block_m - 3):
             x, weight = rand(M, K, dtype=dtype), rand(N, K, dtype=dtype).contiguous()
             with torch.inference_mode():
                 got = with_tiles(x, weight, gated, tiles)
