@@ -29,6 +29,9 @@ SMALL_ROWS, SMALL_ROWS_OF_8, SMALL_COLUMNS, SMALL_SPLITS = 256, 1024, 2048, 4
 # larger ones, for up to 8 rows; up to so many, one row's product has about 64 programs.  MOST_WORDS: of a weight, 32 bits each,
 # that a thread holds.
 HELD_NUMBERS, SMALL_NUMBERS, MOST_WORDS = 1 << 21, 1 << 20, 96
+# Thresholds for weights of up to HELD_NUMBERS and more than 16 rows of x: up to so many columns and rows of x they were measured;
+# up to so many rows of the weight too few tiles of stream_hopper.py's kernel would be read at once, and registers hold it.
+MOST_COLUMNS, MOST_SMALL, HELD_ROWS = 1536, 192, 768
 SMS, WAVE_FULL = 132, 0.8  # SMs of an H100; threshold: the share of SMs that must have work, on average over all waves
 LARGE_M, LARGE_M_FULL = 512, 0.9  # thresholds for gated_hopper.py's kernel: rows of x, and that share
 
@@ -88,6 +91,9 @@ def product_tiles(
         held = _tiles_in_registers(M, N, K, gated)
         if held is not None:
             return held
+    if kind == H200 and 16 < M <= MOST_SMALL and dtype != torch.float32 and N * K <= HELD_NUMBERS and K <= MOST_COLUMNS:
+        if N % (16 if gated else 8) == 0 and K % 8 == 0:
+            return _tiles_of_small(M, N, K)
     if not 0 < M <= FEW:
         return _tiles_large_m(M, N, dtype, gated)
     block_m = max(8, 1 << (M - 1).bit_length())
@@ -129,6 +135,19 @@ def _tiles_in_registers(M: int, N: int, K: int, gated: bool) -> ProductTiles | N
         if -(-K // (32 * warps)) * rows // 2 <= MOST_WORDS:
             return ProductTiles("held_rows_hopper", 8 if M <= 8 else 16, rows, 32, 1, warps, 1)
     return None
+
+
+def _tiles_of_small(M: int, N: int, K: int) -> ProductTiles:
+    """Small weights and more rows of x than one tile in registers has: nobody waits for bytes, so what counts is the path from
+    the wait to the result.  Columns are not shared out, and all of them are on their way at once where an SM has the room.
+    """
+    if N <= HELD_ROWS:
+        warps = next(warps for warps in (2, 4, 8) if -(-K // (32 * warps)) * 16 // 2 <= MOST_WORDS)
+        return ProductTiles("held_rows_hopper", 16, 16, 32, 1, warps, 1)
+    tiles_m = -(-M // 128)
+    block_m = padded_rows(M) if tiles_m == 1 else 32 * -(-M // (32 * tiles_m))
+    stages = min(max(2, -(-K // 128)), WHOLE_SM // ((64 + block_m) * 256))
+    return _hopper(block_m, 64, 128, 1, 4, stages)
 
 
 def one_row_tiles(N: int, K: int, parts: int) -> ProductTiles:
