@@ -29,7 +29,7 @@ SMALL_ROWS, SMALL_ROWS_OF_8, SMALL_COLUMNS, SMALL_SPLITS = 256, 1024, 2048, 4
 # larger ones, for up to 8 rows; up to so many, one row's product has about 64 programs.  MOST_WORDS: of a weight, 32 bits each,
 # that a thread holds.
 HELD_NUMBERS, SMALL_NUMBERS, MOST_WORDS = 1 << 21, 1 << 20, 96
-# Thresholds for weights of up to HELD_NUMBERS and more than 16 rows of x: up to so many columns and rows of x they were measured;
+# Thresholds for weights of up to HELD_NUMBERS and more than 16 rows of x: columns and rows of x up to which they were measured;
 # up to so many rows of the weight too few tiles of stream_hopper.py's kernel would be read at once, and registers hold it.
 MOST_COLUMNS, MOST_SMALL, HELD_ROWS = 1536, 192, 768
 SMS, WAVE_FULL = 132, 0.8  # SMs of an H100; threshold: the share of SMs that must have work, on average over all waves
