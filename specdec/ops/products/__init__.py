@@ -11,7 +11,7 @@ M is the rows of x, N the rows of the weight, K the columns of both.
 | dense/stream_triton | 16, 32 | 1-64 | 9.0 and later | with a norm in front, cuBLAS never wins: it can't start early |
 | dense/stream_hopper | 16 | 1-256 | those like an H200 | a layer of one row in 113 us instead of 124 |
 | dense/one_row_hopper | 16 | 1-1 | those like an H200 | registers hold a small weight before x exists: 2.5 us in place of 4.8 |
-| dense/held_rows_hopper | 16 | 2-16 | those like an H200 | the same with the tensor cores: 2.7 us in place of 4.9 |
+| dense/held_rows_hopper | 16 | 2-192 | those like an H200 | the same with the tensor cores: 2.7 us in place of 4.9 |
 | dense/large_n_triton | 16 | 65-192 | 9.0 and later | gate and up, and other large N, nearer to memory's speed than cuBLAS |
 | dense/gated_hopper | 16 | 513- | those like an H200 | gate and up of prompts: SiLU-mul costs nothing |
 | dense/tiled_triton | 16 | 65- | 9.0, deterministic | any number of rows in stream_triton's order of sums |
