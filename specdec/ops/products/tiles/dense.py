@@ -20,7 +20,8 @@ STEP = 128  # columns of a step of invariant split-K products: splits begin at m
 WHOLE_SM, HALF_SM = 229_000, 112_000  # bytes of shared memory for the stages of the only program of an SM, and of one of two
 MIN_ROWS, MIN_COLUMNS = 2048, 1024  # thresholds: smaller weights have tiles for a small part of the SMs only
 # With up to 8 rows of x fewer columns do: 5,120 x 768 (GLM-4.7-Flash's q_b) takes 4.6 us with a norm, 5.3 by the Triton kernel.
-FEW_COLUMNS = 768
+# With up to FEW still fewer do where a weight has so many rows that all SMs have tiles.
+FEW_COLUMNS, FEWEST_COLUMNS, TALL = 768, 512, 4096
 # Thresholds: products with so few rows of a weight, and so many columns, take Hopper's kernel in so many splits.  With 9 and 16
 # rows of x, 1,024 x 4,096 takes 4.8 us on an H200 (11.0 by the Triton kernel), 256 x 4,096 4.2 (10.9).  With up to 8, weights
 # of SMALL_ROWS_OF_8 and more: 1,344 x 2,048 (GLM-4.7-Flash's q_a and kv_a) takes 4.9 us with a norm (6.3).
@@ -77,7 +78,7 @@ def product_tiles(
     gated: whether the weight holds gate and up rows.  partials: whether a norm adds up split-K partials.
     kind: the kind of GPU.  Those of an H200 need a Hopper GPU, and rows of x that start at multiples of 16 bytes.
     """
-    if kind == H200 and dtype != torch.float32 and N >= MIN_ROWS and K >= (FEW_COLUMNS if M <= 8 else MIN_COLUMNS):
+    if kind == H200 and dtype != torch.float32 and N >= MIN_ROWS and K >= _least_columns(M, N):
         tiles = _tiles_hopper(M, N, K, gated, partials)
         if tiles is not None:
             return tiles
@@ -115,6 +116,12 @@ def product_tiles(
         return _stream(block_m, 64, 128, -(-K // 2048), 4, 5)
     splits = -(-K // 8192)
     return _stream(block_m, 64, 128, splits, 4, 7 if -(-N // 64) * splits <= 64 else 5)
+
+
+def _least_columns(M: int, N: int) -> int:
+    if M <= 8:
+        return FEW_COLUMNS
+    return FEWEST_COLUMNS if M <= FEW and N >= TALL else MIN_COLUMNS
 
 
 def _tiles_in_registers(M: int, N: int, K: int, gated: bool) -> ProductTiles | None:
