@@ -25,7 +25,6 @@ from specdec.ops.products.gpus import H200, match_of
 
 MIN_PAGE = 16  # the K of a wgmma over 16-bit values
 WIDTHS = (64, 128, 256)  # head dims
-CTAS_OF_64 = 4  # programs of an SM with heads of 64, whose stages are half as large
 
 
 def hopper_tiles(
@@ -77,7 +76,7 @@ def _tiles(seqlen_q_packgqa: int, D: int, branches: bool, pairs: int, max_keys: 
     small = branches and waves <= 0.15 if few else tiles == 1 and not branches and waves <= 0.1
     if D == 256 or fills or small:
         return alone
-    return alone._replace(stages=2, registers=128, ctas_per_sm=CTAS_OF_64 if D <= 64 else 2, joined=tiles > 1)
+    return alone._replace(stages=2, registers=128, ctas_per_sm=2, joined=tiles > 1)
 
 
 def _taken(tiles: int, seqlen_q_packgqa: int, D: int, branches: bool, waves: float, few: bool) -> bool:

@@ -20,7 +20,7 @@ STEP = 128  # columns of a step of invariant split-K products: splits begin at m
 WHOLE_SM, HALF_SM = 229_000, 112_000  # bytes of shared memory for the stages of the only program of an SM, and of one of two
 MIN_ROWS, MIN_COLUMNS = 2048, 1024  # thresholds: smaller weights have tiles for a small part of the SMs only
 # With up to 8 rows of x fewer columns do: 5,120 x 768 (GLM-4.7-Flash's q_b) takes 4.6 us with a norm, 5.3 by the Triton kernel.
-# With up to FEW still fewer do where a weight has so many rows that all SMs have tiles.
+# With up to FEW still fewer do where a weight has so many rows: 49,152 x 576 (SmolLM2-135M's output layer) of 16 takes 20.2 (24.4).
 FEW_COLUMNS, FEWEST_COLUMNS, TALL = 768, 512, 4096
 # Thresholds: products with so few rows of a weight, and so many columns, take Hopper's kernel in so many splits.  With 9 and 16
 # rows of x, 1,024 x 4,096 takes 4.8 us on an H200 (11.0 by the Triton kernel), 256 x 4,096 4.2 (10.9).  With up to 8, weights
@@ -31,8 +31,9 @@ SMALL_ROWS, SMALL_ROWS_OF_8, SMALL_COLUMNS, SMALL_SPLITS = 256, 1024, 2048, 4
 # that a thread holds.
 HELD_NUMBERS, SMALL_NUMBERS, MOST_WORDS = 1 << 21, 1 << 20, 96
 # Thresholds for weights of up to HELD_NUMBERS and more than 16 rows of x: columns and rows of x up to which they were measured;
-# up to so many rows of the weight too few tiles of stream_hopper.py's kernel would be read at once, and registers hold it.
-MOST_COLUMNS, MOST_SMALL, HELD_ROWS = 1536, 192, 768
+# rows of x from which tiles in a pipeline are faster; and rows of the weight up to which stream_hopper.py's kernel would have
+# too few tiles, so that registers hold it.
+MOST_COLUMNS, MOST_SMALL, SEVERAL, HELD_ROWS = 1536, 512, 192, 768
 SMS, WAVE_FULL = 132, 0.8  # SMs of an H100; threshold: the share of SMs that must have work, on average over all waves
 LARGE_M, LARGE_M_FULL = 512, 0.9  # thresholds for gated_hopper.py's kernel: rows of x, and that share
 
@@ -93,7 +94,7 @@ def product_tiles(
         if held is not None:
             return held
     if kind == H200 and 16 < M <= MOST_SMALL and dtype != torch.float32 and N * K <= HELD_NUMBERS and K <= MOST_COLUMNS:
-        if N % (16 if gated else 8) == 0 and K % 8 == 0:
+        if N % (16 if gated else 8) == 0 and K % 8 == 0 and (M <= SEVERAL or N > HELD_ROWS):
             return _tiles_of_small(M, N, K)
     if not 0 < M <= FEW:
         return _tiles_large_m(M, N, dtype, gated)
@@ -148,6 +149,8 @@ def _tiles_of_small(M: int, N: int, K: int) -> ProductTiles:
     """Small weights and more rows of x than one tile in registers has: nobody waits for bytes, so what counts is the path from
     the wait to the result.  Columns are not shared out, and all of them are on their way at once where an SM has the room.
     """
+    if M > SEVERAL:
+        return _tiled(64, 128, 64, 1, 4, 4)
     if N <= HELD_ROWS:
         warps = next(warps for warps in (2, 4, 8) if -(-K // (32 * warps)) * 16 // 2 <= MOST_WORDS)
         return ProductTiles("held_rows_hopper", 16, 16, 32, 1, warps, 1)
