@@ -20,7 +20,7 @@ STEP = 128  # columns of a step of invariant split-K products: splits begin at m
 WHOLE_SM, HALF_SM = 229_000, 112_000  # bytes of shared memory for the stages of the only program of an SM, and of one of two
 MIN_ROWS, MIN_COLUMNS = 2048, 1024  # thresholds: smaller weights have tiles for a small part of the SMs only
 # With up to 8 rows of x fewer columns do: 5,120 x 768 (GLM-4.7-Flash's q_b) takes 4.6 us with a norm, 5.3 by the Triton kernel.
-# With up to FEW still fewer do where a weight has so many rows: 49,152 x 576 (SmolLM2-135M's output layer) of 16 takes 20.2 (24.4).
+# With up to FEW still fewer do where a weight is so tall: 49,152 x 576 (SmolLM2-135M's) takes 20.2 us with 16 rows of x (24.4).
 FEW_COLUMNS, FEWEST_COLUMNS, TALL = 768, 512, 4096
 # Thresholds: products with so few rows of a weight, and so many columns, take Hopper's kernel in so many splits.  With 9 and 16
 # rows of x, 1,024 x 4,096 takes 4.8 us on an H200 (11.0 by the Triton kernel), 256 x 4,096 4.2 (10.9).  With up to 8, weights
