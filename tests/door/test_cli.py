@@ -97,7 +97,6 @@ def test_help_is_quick(tmp_path):
         (["generate", "--temperature", "", "hi"], "argument --temperature: expected a number, got ''"),
         (["generate", "--max-tokens", "0", "hi"], "must be >= 1, got 0; nearest setting that works: --max-tokens 1\n"),
         (["verify", "--max-tokens", "0"], "must be >= 2, got 0; nearest setting that works: --max-tokens 2\n"),
-        (["bench", "--max-tokens", "0"], "must be >= 2, got 0; nearest setting that works: --max-tokens 2\n"),
         (["generate", "--seed", "1", "hi"], "--seed would do nothing at --temperature 0"),
         (["generate", "--min-p", "0.1", "hi"], "--min-p would do nothing at --temperature 0"),
         (["generate", "--logit-bias", "5", "hi"], "expected ID=NUMBER such as 50=-100, got '5'"),
@@ -129,8 +128,7 @@ def test_help_is_quick(tmp_path):
     ],
 )
 def test_a_wrong_word_is_one_line(capsys, argv, said):
-    """Keeps out: tracebacks for typing mistakes, pages of usage, flags that are silently ignored, and hints that name a setting
-    for which the command has no flag."""
+    """Keeps out: tracebacks for typing mistakes, pages of usage, flags that are ignored, hints at what a command lacks."""
     code, out, err = run(capsys, *argv)
     assert (code, out) == (2, "")
     assert err.startswith("specdec: error: ") and err.count("\n") == 1, err
