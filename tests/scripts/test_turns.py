@@ -15,8 +15,8 @@ def test_every_case_has_its_turn(count: int) -> None:
 
 def test_tests_of_one_case_are_spread() -> None:
     """Keeps out: a day on which each test with a single case has it, and days without any."""
-    counts = [sum(len(at_its_turn(f"test_{number}", ["it"], turn)) for number in range(300)) for turn in range(TURNS)]
-    assert sum(counts) == 300 and min(counts) > 28
+    counts = [sum(len(at_its_turn(f"test_{number}", ["it"], turn)) for number in range(600)) for turn in range(TURNS)]
+    assert sum(counts) == 600 and min(counts) > 28
 
 
 @pytest.mark.parametrize("least", [1, 2, 5])

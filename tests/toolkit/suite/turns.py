@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import TypeVar
 
-TURNS = 7  # a week has all cases
+TURNS = 14  # two weeks have all cases
 SECONDS_A_DAY = 86400
 Case = TypeVar("Case")
 
