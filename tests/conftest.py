@@ -126,7 +126,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Without a GPU its tests are skipped.  Of a test marked `slow_cases` all but the first are slow.  In a run of the whole
-    suite all of them take turns, so that each day has as many as were first.  What is quick is marked.
+    suite all of them take turns, so that each day has at least half as many as are first.  What is quick is marked.
 
     Processes that share the files begin with those that hold slow tests, so that none of them comes last and leaves a process
     with nothing to do.
@@ -159,7 +159,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         waiting = set[pytest.Item]()
         for test, cases in later.items():
             first = [] if config.option.markexpr else kept[test]  # the fast tests have the first cases every day
-            waiting |= {*first, *cases} - {*at_its_turn(test, first + cases, turn, len(first))}
+            waiting |= {*first, *cases} - {*at_its_turn(test, first + cases, turn, -(-len(first) // 2))}
         config.hook.pytest_deselected(items=[item for item in items if item in waiting])
         items[:] = [item for item in items if item not in waiting]
 
