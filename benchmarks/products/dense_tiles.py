@@ -3,6 +3,7 @@
     python benchmarks products.dense_tiles --models 27B 35B-A3B --out FILE    # about 80 seconds, of which 25 compile
     python benchmarks products.dense_tiles --models 27B --shapes out down --rows 1 48 --top 4
     python benchmarks products.dense_tiles --models SmolLM2-135M --rows 1 4 16 --top 4
+    python benchmarks products.dense_tiles --models SmolLM2-135M --shapes qkv o gate_up down --rows 32 48 128 512 --top 4
     python benchmarks products.dense_tiles --models gpt-oss-20b Qwen3-30B-A3B --rows 1 6 --top 4
 
 Each product comes right after a norm, or in front of the norm that adds up its partials, as in a layer.  The time is that of
@@ -34,6 +35,7 @@ from specdec.ops.products.dense import partials_with_tiles, with_tiles
 from specdec.ops.products.gpus import H200
 from specdec.ops.products.partials import Partials
 from specdec.ops.products.tiles.dense import (
+    FEW,
     FEW_COLUMNS,
     HALF_SM,
     HELD_NUMBERS,
@@ -64,7 +66,7 @@ ROOM = {1: WHOLE_SM, 2: HALF_SM, 3: 74_000}  # bytes of a program's stages, by p
 # Weight rows and columns of a step, and programs of an SM.  With more rows of x, tiles of more weight rows read x less often.
 PIECES = ((64, 256, 1), (64, 256, 2), (64, 128, 1), (64, 128, 2), (64, 128, 3), (128, 128, 1), (128, 128, 2), (128, 256, 1))
 MORE = ((128, 64, 2), (256, 64, 1), (256, 128, 1))  # from MANY rows of x on
-MANY = 32
+MANY, MOST_ROWS = 32, 256  # MOST_ROWS: of x, that stream_hopper.py's tile has
 
 
 class CompiledTiles(NamedTuple):
@@ -77,24 +79,39 @@ class CompiledTiles(NamedTuple):
 
 
 def in_registers(M: int, N: int, K: int, parts: int) -> Iterator[ProductTiles]:
-    """Of weights that are small, or have few columns, up to 16 rows: a thread's registers hold its part.  parts: 2 if gated."""
-    if M > 16 or (K >= FEW_COLUMNS and N * K > HELD_NUMBERS):
+    """Of weights that are small, or up to 16 rows have few columns: a thread's registers hold its part.  parts: 2 if gated."""
+    if N * K > HELD_NUMBERS and (M > 16 or K >= FEW_COLUMNS):
         return
     if M == 1:
         for block_k, warps, each in itertools.product((64, 128, 256), (4, 8), (1, 2)):
             if 4 * -(-K // block_k) * each * parts <= MOST_WORDS:
                 yield ProductTiles("one_row_hopper", 1, warps * 256 // block_k * each, block_k, 1, warps, 1)
         return
-    for rows, warps in itertools.product((16, 32, 64), (2, 4, 8, 16)):
-        if -(-K // (32 * warps)) * rows // 2 <= MOST_WORDS:
-            yield ProductTiles("held_rows_hopper", 8 if M <= 8 else 16, rows, 32, 1, warps, 1)
+    of_x = (8,) if M <= 8 else (16,) if M <= 16 else (16, 32, 64)
+    for block_m, rows, warps in itertools.product(of_x, (16, 32, 64), (2, 4, 8, 16)):
+        fits = M <= 16 or (rows * block_m <= 1024 and warps <= 8)
+        if -(-K // (32 * warps)) * rows // 2 <= MOST_WORDS and fits:
+            yield ProductTiles("held_rows_hopper", block_m, rows, 32, 1, warps, 1)
+    if M > 16:
+        yield from tiled(M, N, K)
+
+
+def tiled(M: int, N: int, K: int) -> Iterator[ProductTiles]:
+    """More rows of x than a thread's registers hold: tiles in a pipeline, of any number of rows, and of up to FEW."""
+    for block_m, block_n, block_k in itertools.product((32, 64, 128), (32, 64, 128), (64, 128)):
+        programs, stage = -(-M // block_m) * -(-N // block_n), (block_m + block_n) * block_k * 2
+        if programs <= 4 * SMS and block_m < 2 * M:
+            yield ProductTiles("tiled_triton", block_m, block_n, block_k, 1, 4, min(6, -(-K // block_k), HALF_SM // stage))
+    if M <= FEW:
+        for block_n, block_k in itertools.product((16, 32, 64), (64, 128)):
+            yield ProductTiles("stream_triton", 1 << (M - 1).bit_length(), block_n, block_k, 1, 4, min(6, -(-K // block_k)))
 
 
 def candidates(M: int, N: int, K: int, gated: bool) -> list[ProductTiles]:
     """With so many splits that each SM has one program, or as many as fit on it; and those of small weights."""
     found: dict[ProductTiles, None] = {}
     block_m = padded_rows(M)
-    for rows, block_k, share in PIECES + (MORE if M >= MANY else ()):
+    for rows, block_k, share in PIECES + (MORE if M >= MANY else ()) if block_m <= MOST_ROWS else ():
         stages = min(12, ROOM[share] // ((rows + block_m) * block_k * 2))
         tiles = -(-N // rows)
         for splits in {1, max(1, SMS // tiles), max(1, share * SMS // tiles)}:

@@ -50,7 +50,8 @@ CASES = (
     Case("5,1,6", 1, 1024),
     Case("5,8,32", 1, 1024),
 )
-CASES_OF = {"GLM-4.7-Flash": CASES[:3], "SmolLM2-135M": (CASES[0], Case("5,4,16", 1, 1024))}  # an EAGLE-3 head has no latents
+SMALL = tuple(Case(spec, batch, 1024) for spec in ("plain", "5,1,6", "5,4,16") for batch in (1, 8, 32))
+CASES_OF = {"GLM-4.7-Flash": CASES[:3], "SmolLM2-135M": SMALL}  # an EAGLE-3 head has no latents
 FORMATS: dict[str, tuple[Kind, int]] = {"mxfp4": ("e2m1", 32), "fp8": ("e4m3", 128), "int4": ("int4", 128)}
 BITS = {"none": 16.0, "mxfp4": 4.25, "fp8": 8.01, "int4": 4.25}  # of a weight with its share of scales
 BARS = {  # milliseconds that all of a model's layers must stay below on an H200

@@ -205,9 +205,11 @@ def pair(found: dict[str, float] | None) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="the shipped pair on a CPU, few short requests, no bars")
+    parser.add_argument("--clients", type=int, nargs="+", choices=[size.clients for size in FULL], help="these numbers alone")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     decoder, sizes = (tiny_decoder(), TINY) if args.tiny else (large_decoder(), FULL)
+    sizes = tuple(size for size in sizes if args.tiny or not args.clients or size.clients in args.clients)
     vocab_size = decoder.model.config.vocab_size
     work = Work("model", vocab_size, *((32, 16) if args.tiny else (1024, 256)))
     with tempfile.TemporaryDirectory() as folder:

@@ -3,8 +3,8 @@
 Survival goes down the tree step by step: a node's is its parent's, times the larger of what its sources say of that step.  So a
 path that the drafter and a match agree on is worth more, and so is what either of them proposes after it.
 
-This is pure tensor code over tokens, parents and scores; on a GPU it is one launch of join_triton.py, and one that keeps the
-best nodes.  It knows bits of sources, and none of them.
+This is pure tensor code over tokens, parents and scores; on a GPU it is one launch of join_triton.py, and of trees one that
+keeps the best nodes.  It knows bits of sources, and none of them.
 
 Shapes: B sequences, N nodes of the drafter's tree, P paths of each sequence, D tokens of a path, C candidates of both.
 """
@@ -64,6 +64,11 @@ def joined_chain(tree: DraftTree, tokens_BPD: Tensor, steps_BPD: Tensor, bits_P:
     tree: a chain without scores.  The other arguments: see `joined_tree`.
     """
     assert tree.is_chain and tree.scores_BN is None
+    if use_kernels(steps_BPD):
+        from specdec.draft.join.join_triton import launch_joined_chain
+
+        tokens_BN, sources_BN = launch_joined_chain(tree.tokens_BN, tokens_BPD, steps_BPD, bits_P)
+        return replace(DraftTree.chain(tokens_BN), sources_BN=sources_BN)
     tokens_BPD, steps_BPD = (x_BPD[..., : tree.max_depth] for x_BPD in (tokens_BPD, steps_BPD))
     worth_BP = torch.where(tokens_BPD >= 0, steps_BPD.cumsum(-1).exp(), 0.0).sum(-1)
     best_BD = torch.take_along_dim(tokens_BPD, worth_BP.argmax(1)[:, None, None], dim=1)[:, 0]

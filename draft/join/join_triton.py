@@ -1,7 +1,7 @@
-"""The kernel of join.py: one program for each sequence, which holds the drafter's tree and all paths in registers.
+"""The kernels of join.py: one program for each sequence, which holds the drafter's tree and all paths in registers.
 
-It walks each path down the tree, a level a step; raises what the tree's nodes are expected to be worth; and gives each place of
-a path that is a new node its score.
+Of trees it walks each path down the tree, a level a step; raises what the tree's nodes are expected to be worth; and gives each
+place of a path that is a new node its score.  Of chains it chooses a path.
 
 Shapes: B sequences, N nodes of the drafter's tree, M = N - 1, P paths of each, D tokens of a path, C = M + P * D candidates.
 """
@@ -122,6 +122,64 @@ def join_kernel(
         tl.store(parents + place, tl.where(d >= start, above_D, -1).to(tl.int64), mask=ok_D)
     place_PD = out + M + p_P[:, None] * depth + d[None, :]
     tl.store(tokens + place_PD, token_PD | (source_PD << BITS), mask=ok_PD)
+
+
+@triton.jit(do_not_specialize=["depth", "room", "steps"])
+def join_chain_kernel(
+    own_tokens,  # [B, depth + 1] int64, the root first
+    path_tokens,  # [B, P, room] int64
+    path_steps,  # [B, P, steps] float32
+    path_bits,  # [P] int64
+    tokens,  # [B, depth + 1] int64
+    sources,  # [B, depth + 1] int64
+    depth,  # tokens of the chain
+    room,
+    steps,
+    PATHS: tl.constexpr,
+    PADDED: tl.constexpr,  # of paths
+    BLOCK: tl.constexpr,  # of depths
+    PDL: tl.constexpr,
+):
+    b = tl.program_id(0).to(tl.int64)
+    d, p_P = tl.arange(0, BLOCK), tl.arange(0, PADDED)
+    ok_D, ok_P = d < depth, p_P < PATHS
+    ok_PD = ok_P[:, None] & ok_D[None, :]
+    at, out = b * PATHS + p_P[:, None], b * (depth + 1)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    token_PD = tl.load(path_tokens + at * room + d[None, :], mask=ok_PD, other=-1)
+    step_PD = tl.load(path_steps + at * steps + d[None, :], mask=ok_PD, other=0.0)
+    own_D = tl.load(own_tokens + out + 1 + d, mask=ok_D, other=-1)
+    worth_P = tl.sum(tl.where(token_PD >= 0, tl.exp(tl.cumsum(step_PD, 1)), 0.0), 1)
+    worth_P = tl.where(ok_P, worth_P, -1.0)
+    best = tl.min(tl.where(worth_P == tl.max(worth_P, 0), p_P, PADDED), 0)  # the first one, as argmax has it
+    best_D = tl.sum(tl.where(p_P[:, None] == best, token_PD, 0), 0)
+    token_D = tl.where(best_D < 0, own_D, best_D)
+    differs_PD = ((token_PD != token_D[None, :]) & ok_D[None, :]).to(tl.int32)
+    alike_PD = (tl.cumsum(differs_PD, 1) == 0).to(tl.int32)
+    source_D = (best_D < 0).to(tl.int64)  # join.DRAFTER
+    for p in range(PATHS):
+        alike_D = tl.sum(tl.where(p_P[:, None] == p, alike_PD, 0), 0)
+        source_D = tl.where(alike_D > 0, source_D | tl.load(path_bits + p), source_D)
+    tl.store(tokens + out + 1 + d, token_D, mask=ok_D)
+    tl.store(sources + out + 1 + d, source_D, mask=ok_D)
+    tl.store(tokens + out, tl.load(own_tokens + out))
+    tl.store(sources + out, tl.zeros([], tl.int64))
+
+
+def launch_joined_chain(tokens_BN: Tensor, tokens_BPD: Tensor, steps_BPD: Tensor, bits_P: Tensor) -> tuple[Tensor, Tensor]:
+    """(tokens, sources) of `join.joined_chain`: int64 [B, N].  tokens_BN: the drafter's."""
+    (B, N), (_, P, D), device = tokens_BN.shape, steps_BPD.shape, tokens_BN.device
+    assert tokens_BPD.is_contiguous() and steps_BPD.is_contiguous() and tokens_BN.is_contiguous() and bits_P.shape == (P,)
+    assert N - 1 <= min(D, tokens_BPD.shape[2])
+    out_tokens_BN, out_sources_BN = torch.empty_like(tokens_BN), torch.empty_like(tokens_BN)
+    join_chain_kernel[(B,)](
+        tokens_BN, tokens_BPD, steps_BPD, bits_P, out_tokens_BN, out_sources_BN, N - 1, tokens_BPD.shape[2], D,
+        PATHS=P, PADDED=max(2, triton.next_power_of_2(P)), BLOCK=max(16, triton.next_power_of_2(N - 1)),
+        num_warps=1, **chained(device),
+    )  # fmt: skip
+    return out_tokens_BN, out_sources_BN
 
 
 def launch_candidates(tree: DraftTree, tokens_BPD: Tensor, steps_BPD: Tensor, bits_P: Tensor) -> Candidates:

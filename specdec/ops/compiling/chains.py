@@ -46,7 +46,7 @@ GROUPS = (
         "masked_logits gumbel_noise perturb pair_rms_norm activation take_rows prepend move pack merge_ranks local_slots "
         "largest_queries float8_queries latent_path path merge_kv_blocks next_tokens finish_chain best_paths block_tables fork "
         "best_nodes first_level expand accept path_tables output_gate rates match_paths write_text predicted_paths "
-        "continuations follow join learn halve_counts convolve best_children tree_numbers halt",
+        "continuations follow join join_chain learn halve_counts convolve best_children tree_numbers halt",
         {
             "add_rms_norm": "weight inner",
             "convolve_add_norm": "weight",

@@ -11,10 +11,10 @@ M is the rows of x, N the rows of the weight, K the columns of both.
 | dense/stream_triton | 16, 32 | 1-64 | 9.0 and later | with a norm in front, cuBLAS never wins: it can't start early |
 | dense/stream_hopper | 16 | 1-256 | those like an H200 | a layer of one row in 113 us instead of 124 |
 | dense/one_row_hopper | 16 | 1-1 | those like an H200 | registers hold a small weight before x exists: 2.5 us in place of 4.8 |
-| dense/held_rows_hopper | 16 | 2-16 | those like an H200 | the same with the tensor cores: 2.7 us in place of 4.9 |
+| dense/held_rows_hopper | 16 | 2-192 | those like an H200 | the same with the tensor cores: 2.7 us in place of 4.9 |
 | dense/large_n_triton | 16 | 65-192 | 9.0 and later | gate and up, and other large N, nearer to memory's speed than cuBLAS |
 | dense/gated_hopper | 16 | 513- | those like an H200 | gate and up of prompts: SiLU-mul costs nothing |
-| dense/tiled_triton | 16 | 65- | 9.0, deterministic | any number of rows in stream_triton's order of sums |
+| dense/tiled_triton | 16 | 65- | 9.0 | sums in stream_triton's order, for deterministic decoding; small weights |
 | quantised/stream_triton | 8, 4 | 1-64 | 9.0 and later | forms and GPUs that the kernels for Hopper don't take |
 | quantised/warp_hopper | 12, 8, 4 | 1-8 | 9.0 | latency: warps that multiply alone wait for each other once a step |
 | quantised/warpgroup_hopper | 12, 8, 4 | 9-2048 | 9.0 | as above with wgmma; in 12 bits up to 64 rows |

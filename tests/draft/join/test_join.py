@@ -208,7 +208,9 @@ def test_a_chain_without_scores(levels: int) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_a_chain_is_the_path_that_is_followed_furthest(seed: int) -> None:
     """Keeps out: a path that is chosen by its length or its first token, a chain with a hole where the path ends, sources of a
-    token that another path has in another place."""
+    token that another path has in another place; a kernel that reads beyond the chain."""
+    from specdec.draft.join.join_triton import launch_joined_chain
+
     rng, B, D = random.Random(seed), 12, 5
     tokens = [[[rng.randrange(3) for _ in range(D)] for _ in range(4)] for _ in range(B)]
     for row in tokens:
@@ -221,6 +223,9 @@ def test_a_chain_is_the_path_that_is_followed_furthest(seed: int) -> None:
     own = DraftTree.chain(torch.cat((torch.full((B, 1), 7), tokens_BPD[:, -1]), dim=1))
     made = joined_chain(own, tokens_BPD, steps_BPD, BITS)
     assert made.is_chain and made.sources_BN is not None
+    room = torch.cat((tokens_BPD, torch.full((B, 4, 2), 5)), dim=2), torch.cat((steps_BPD, -torch.ones(B, 4, 1)), dim=2)
+    ours = launch_joined_chain(*(each.contiguous().to(DEVICE) for each in (own.tokens_BN, *room, BITS)))
+    assert torch.equal(ours[0].cpu(), made.tokens_BN) and torch.equal(ours[1].cpu(), made.sources_BN)
     for b in range(B):
         sums = [[sum(steps[b][p][: d + 1]) for d in range(D) if tokens[b][p][d] >= 0] for p in range(4)]
         best = max(range(4), key=[round(sum(map(math.exp, each)), 5) for each in sums].__getitem__)

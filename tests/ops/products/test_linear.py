@@ -17,7 +17,15 @@ from specdec.ops.products.gpus import H100, H200, nearest
 from specdec.ops.products.kernels.dense import stream_triton
 from specdec.ops.products.kernels.dense.large_n_triton import launch_large_n_linear
 from specdec.ops.products.kernels.dense.stream_triton import ARRIVALS, launch_activation, launch_linear
-from specdec.ops.products.tiles.dense import ProductTiles, product_tiles
+from specdec.ops.products.tiles.dense import (
+    HELD_NUMBERS,
+    HELD_ROWS,
+    MOST_COLUMNS,
+    MOST_SMALL,
+    SEVERAL,
+    ProductTiles,
+    product_tiles,
+)
 
 BOUNDS = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}  # norm(out - exact) / norm(exact)
 DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
@@ -143,9 +151,18 @@ def test_tiles_are_ones_that_a_hopper_runs(dtype: torch.dtype) -> None:
                     many = 0 < M <= (256 if hopper else 192) or (hopper and M >= 1024)
                     ours = 0 < M <= 64 or (N == 28672 and many) or (N == 128256 and 0 < M <= 128)
                     ours = ours or (partials and hopper and N == 4096 and 0 < M <= 192)
+                    small = N * K <= HELD_NUMBERS and K <= MOST_COLUMNS and N % 8 == 0
+                    ours = ours or (
+                        kind == H200
+                        and dtype != torch.float32
+                        and small
+                        and 0 < M <= (MOST_SMALL if N > HELD_ROWS else SEVERAL)
+                    )
                     assert (tiles is not None) == ours or dtype == torch.float32
                     if tiles is not None:
-                        assert tiles.block_m >= M or (tiles.kernel.endswith("_hopper") and tiles.block_m > 16)
+                        in_tiles = tiles.kernel in ("held_rows_hopper", "tiled_triton")
+                        in_tiles = in_tiles or (tiles.kernel.endswith("_hopper") and tiles.block_m > 16)
+                        assert tiles.block_m >= M or in_tiles
                         assert tiles.shared_bytes(dtype.itemsize) <= 232_448
                         assert tiles.splits == 1 or -(-N // tiles.block_n) <= ARRIVALS
                         if tiles.kernel == "stream_hopper":

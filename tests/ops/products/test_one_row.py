@@ -15,7 +15,14 @@ from torch import Tensor
 
 from specdec.ops.products.dense import gated_linear, linear, with_tiles
 from specdec.ops.products.gpus import H100, H200
-from specdec.ops.products.tiles.dense import HELD_NUMBERS, MOST_WORDS, ProductTiles, product_tiles
+from specdec.ops.products.tiles.dense import (
+    HELD_NUMBERS,
+    HELD_ROWS,
+    MOST_WORDS,
+    SEVERAL,
+    ProductTiles,
+    product_tiles,
+)
 
 NAN = float("nan")
 DTYPES = [torch.bfloat16, torch.float16]
@@ -65,12 +72,31 @@ def test_a_row_equals_the_definition(rows: int, block_k: int, warps: int, gated:
 @on_hopper
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize(("block_m", "block_n", "warps"), [(8, 16, 4), (16, 16, 8), (16, 32, 4)])
+@pytest.mark.parametrize("M", [17, 48, 97, 161, 192, 193, 500])
+def test_trees_of_rows_equal_the_definition(M: int, gated: bool, dtype: torch.dtype) -> None:
+    """Keeps out: rows of x that no tile has, or two; tiles that an SM can't hold; a bias of another row."""
+    for N, K in ((960, 576), (576, 576), (3072, 576), (576, 1536), (1344, 1536), (1040, 40)):
+        x, weight, bias = rand(M, K, dtype=dtype), rand(N, K, dtype=dtype).contiguous(), torch.randn(N).to(DEVICE, dtype)
+        assert (product_tiles(M, N, K, dtype, gated, H200) is None) == (M > SEVERAL and N <= HELD_ROWS)
+        with torch.inference_mode():
+            got = (gated_linear if gated else linear)(x, weight, bias)
+        want = F.linear(x.double(), weight.double(), bias.double())
+        if gated:
+            gate, up = want.chunk(2, -1)
+            want = F.silu(gate) * up
+        close(got, want)
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("block_m", "block_n", "warps"), [(8, 16, 4), (16, 16, 8), (16, 32, 4), (32, 16, 4)])
 def test_few_rows_equal_the_definition(block_m: int, block_n: int, warps: int, gated: bool, dtype: torch.dtype) -> None:
-    """Keeps out: columns in another order than x's; columns and rows beyond the last one; gate and up swapped."""
+    """Keeps out: columns in another order than x's; columns and rows beyond the last one; gate and up swapped; tiles of x that
+    overlap."""
     tiles = ProductTiles("held_rows_hopper", block_m, block_n, 32, 1, warps, 1)
     for N, K in SHAPES:
-        for M in (1, block_m - 3, block_m):
+        for M in (1, block_m - 3, block_m, 5 * block_m - 3):
             x, weight = rand(M, K, dtype=dtype), rand(N, K, dtype=dtype).contiguous()
             with torch.inference_mode():
                 got = with_tiles(x, weight, gated, tiles)
@@ -82,14 +108,13 @@ def test_few_rows_equal_the_definition(block_m: int, block_n: int, warps: int, g
 
 
 def test_who_takes_few_rows_of_small_weights() -> None:
-    """Keeps out: more rows of x than the kernels know, large weights, float32, and kernels that lost there."""
-    for N, K, gated in ((960, 576, False), (3072, 576, True), (576, 1536, False), (49152, 576, False)):
-        for M, dtype, kind in itertools.product((1, 2, 8, 16, 17), (torch.bfloat16, torch.float32), (H200, H100)):
+    """Keeps out: more rows of x than were measured, large weights, float32, and kernels that lost there."""
+    for N, K, gated in ((960, 576, False), (576, 576, False), (3072, 576, True), (576, 1536, False), (49152, 576, False)):
+        for M, dtype, kind in itertools.product((1, 2, 8, 16, 17, 192, 193), (torch.bfloat16, torch.float32), (H200, H100)):
             tiles = product_tiles(M, N, K, dtype, gated, kind)
             held = tiles is not None and tiles.kernel in ("one_row_hopper", "held_rows_hopper")
-            small = M <= 8 or (M <= 16 and N * K <= HELD_NUMBERS)
+            small = M <= 8 or (N * K <= HELD_NUMBERS and (M <= 16 or (M <= SEVERAL and N <= HELD_ROWS)))
             assert held == (small and dtype == torch.bfloat16 and kind == H200), (M, N, K)
-            assert not held or (tiles is not None and tiles.block_m >= M)
     for N, K, gated in ((4096, 4096, False), (5632, 1024, True), (5120, 768, False), (1344, 2048, False)):
         large = product_tiles(1, N, K, torch.bfloat16, gated, H200)
         assert large is not None and large.kernel == "stream_hopper"

@@ -18,7 +18,7 @@ from specdec.ops.products.numerics import FAST, INVARIANT
 from specdec.ops.products.tiles import dense, quantised
 
 ROWS = (1, 2, 6, 8, 9, 16, 33, 64, 65, 128, 192, 256, 512, 513, 1024, 2048, 2049, 8192)
-WEIGHTS = ((4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (57344, 8192), (1024, 512))
+WEIGHTS = ((4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (57344, 8192), (1024, 512), (512, 512))
 
 
 class Line(NamedTuple):

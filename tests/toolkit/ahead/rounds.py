@@ -23,7 +23,7 @@ from specdec.draft.block.rounds.correct_triton import launch_corrected_logits, l
 from specdec.draft.block.rounds.grow_triton import launch_best_paths
 from specdec.draft.block.rounds.pairs_triton import launch_fill_pairs
 from specdec.draft.block.rounds.tables_triton import launch_block_tables
-from specdec.draft.join.join_triton import launch_candidates
+from specdec.draft.join.join_triton import launch_candidates, launch_joined_chain
 from specdec.draft.join.paths import Paths
 from specdec.draft.join.paths_triton import launch_rates
 from specdec.draft.join.survival import CHAIN, Survival
@@ -108,6 +108,8 @@ def joining(B: int) -> None:
         launch_predicted(predicted, depth, paths.of_source(0, 2))
         launch_follow(predicted, ids(B, depth + 1), ids(B))
         launch_candidates(tree, paths.tokens_BPD, steps, ids(3))
+        if scores is None:
+            launch_joined_chain(tree.tokens_BN, paths.tokens_BPD, steps, ids(3))
         new = NewTokens(counts(B), ids(B, depth + 1), ids(B), None)
         launch_learn(survival.counts_CLKG2, paths, new, ids(B))
 

@@ -243,6 +243,7 @@ CHOSEN: dict[str, list[str]] = {
     "predicted_paths_kernel": ["tests/draft/prediction/test_places.py::test_the_kernel_finds_the_same_places[3]"],
     "follow_kernel": ["tests/draft/prediction/test_places.py::test_answers_go_on[1]"],
     "join_kernel": ["tests/draft/join/test_join.py::test_the_kernel_finds_the_same_candidates[3]"],
+    "join_chain_kernel": ["tests/draft/join/test_join.py::test_a_chain_is_the_path_that_is_followed_furthest[3]"],
     "learn_kernel": ["tests/draft/join/test_survival.py::test_the_kernels_learn_the_same"],
     "halve_counts_kernel": ["tests/draft/join/test_survival.py::test_the_kernel_halves_the_same"],
     "block_tables_kernel": ["tests/draft/block/test_tables.py::test_tables_of_blocks[3-6-16-4]"],

@@ -20,7 +20,8 @@ STEP = 128  # columns of a step of invariant split-K products: splits begin at m
 WHOLE_SM, HALF_SM = 229_000, 112_000  # bytes of shared memory for the stages of the only program of an SM, and of one of two
 MIN_ROWS, MIN_COLUMNS = 2048, 1024  # thresholds: smaller weights have tiles for a small part of the SMs only
 # With up to 8 rows of x fewer columns do: 5,120 x 768 (GLM-4.7-Flash's q_b) takes 4.6 us with a norm, 5.3 by the Triton kernel.
-FEW_COLUMNS = 768
+# With up to FEW still fewer do where a weight is so tall: 49,152 x 576 (SmolLM2-135M's) takes 20.2 us with 16 rows of x (24.4).
+FEW_COLUMNS, FEWEST_COLUMNS, TALL = 768, 512, 4096
 # Thresholds: products with so few rows of a weight, and so many columns, take Hopper's kernel in so many splits.  With 9 and 16
 # rows of x, 1,024 x 4,096 takes 4.8 us on an H200 (11.0 by the Triton kernel), 256 x 4,096 4.2 (10.9).  With up to 8, weights
 # of SMALL_ROWS_OF_8 and more: 1,344 x 2,048 (GLM-4.7-Flash's q_a and kv_a) takes 4.9 us with a norm (6.3).
@@ -29,6 +30,10 @@ SMALL_ROWS, SMALL_ROWS_OF_8, SMALL_COLUMNS, SMALL_SPLITS = 256, 1024, 2048, 4
 # larger ones, for up to 8 rows; up to so many, one row's product has about 64 programs.  MOST_WORDS: of a weight, 32 bits each,
 # that a thread holds.
 HELD_NUMBERS, SMALL_NUMBERS, MOST_WORDS = 1 << 21, 1 << 20, 96
+# Thresholds for weights of up to HELD_NUMBERS and more than 16 rows of x: columns and rows of x up to which they were measured;
+# rows of x from which tiles in a pipeline are faster; and rows of the weight up to which stream_hopper.py's kernel would have
+# too few tiles, so that registers hold it.
+MOST_COLUMNS, MOST_SMALL, SEVERAL, HELD_ROWS = 1536, 512, 192, 768
 SMS, WAVE_FULL = 132, 0.8  # SMs of an H100; threshold: the share of SMs that must have work, on average over all waves
 LARGE_M, LARGE_M_FULL = 512, 0.9  # thresholds for gated_hopper.py's kernel: rows of x, and that share
 
@@ -74,7 +79,7 @@ def product_tiles(
     gated: whether the weight holds gate and up rows.  partials: whether a norm adds up split-K partials.
     kind: the kind of GPU.  Those of an H200 need a Hopper GPU, and rows of x that start at multiples of 16 bytes.
     """
-    if kind == H200 and dtype != torch.float32 and N >= MIN_ROWS and K >= (FEW_COLUMNS if M <= 8 else MIN_COLUMNS):
+    if kind == H200 and dtype != torch.float32 and N >= MIN_ROWS and K >= _least_columns(M, N):
         tiles = _tiles_hopper(M, N, K, gated, partials)
         if tiles is not None:
             return tiles
@@ -88,6 +93,9 @@ def product_tiles(
         held = _tiles_in_registers(M, N, K, gated)
         if held is not None:
             return held
+    if kind == H200 and 16 < M <= MOST_SMALL and dtype != torch.float32 and N * K <= HELD_NUMBERS and K <= MOST_COLUMNS:
+        if N % (16 if gated else 8) == 0 and K % 8 == 0 and (M <= SEVERAL or N > HELD_ROWS):
+            return _tiles_of_small(M, N, K)
     if not 0 < M <= FEW:
         return _tiles_large_m(M, N, dtype, gated)
     block_m = max(8, 1 << (M - 1).bit_length())
@@ -111,6 +119,12 @@ def product_tiles(
     return _stream(block_m, 64, 128, splits, 4, 7 if -(-N // 64) * splits <= 64 else 5)
 
 
+def _least_columns(M: int, N: int) -> int:
+    if M <= 8:
+        return FEW_COLUMNS
+    return FEWEST_COLUMNS if M <= FEW and N >= TALL else MIN_COLUMNS
+
+
 def _tiles_in_registers(M: int, N: int, K: int, gated: bool) -> ProductTiles | None:
     """Those of one_row_hopper.py's or held_rows_hopper.py's kernel, for weights that stream_hopper.py's does not take.
 
@@ -129,6 +143,21 @@ def _tiles_in_registers(M: int, N: int, K: int, gated: bool) -> ProductTiles | N
         if -(-K // (32 * warps)) * rows // 2 <= MOST_WORDS:
             return ProductTiles("held_rows_hopper", 8 if M <= 8 else 16, rows, 32, 1, warps, 1)
     return None
+
+
+def _tiles_of_small(M: int, N: int, K: int) -> ProductTiles:
+    """Small weights and more rows of x than one tile in registers has: nobody waits for bytes, so what counts is the path from
+    the wait to the result.  Columns are not shared out, and all of them are on their way at once where an SM has the room.
+    """
+    if M > SEVERAL:
+        return _tiled(64, 128, 64, 1, 4, 4)
+    if N <= HELD_ROWS:
+        warps = next(warps for warps in (2, 4, 8) if -(-K // (32 * warps)) * 16 // 2 <= MOST_WORDS)
+        return ProductTiles("held_rows_hopper", 16, 16, 32, 1, warps, 1)
+    tiles_m = -(-M // 128)
+    block_m = padded_rows(M) if tiles_m == 1 else 32 * -(-M // (32 * tiles_m))
+    stages = min(max(2, -(-K // 128)), WHOLE_SM // ((64 + block_m) * 256))
+    return _hopper(block_m, 64, 128, 1, 4, stages)
 
 
 def one_row_tiles(N: int, K: int, parts: int) -> ProductTiles:

@@ -138,7 +138,7 @@ def few_hopper_tiles(tokens: int, kind: ExpertsKind) -> MixtureTiles:
     elif kind == "e4m3":
         tiles = ExpertTiles(8, 16, 4, 1, 4, slices=4), ExpertTiles(8, 16, 8, 1, 6, splits=2, slices=8)
     elif kind == "e2m1":
-        tiles = ExpertTiles(8, 16, 4, 1, 6, slices=4), ExpertTiles(8, 16, 8, 1, 6, splits=2, slices=8)
+        tiles = ExpertTiles(8, 16, 4, 1, 6, slices=4), ExpertTiles(8, 16, 4, 1, 6, splits=4, slices=4)
     else:
         tiles = ExpertTiles(8, 32, 4, 1, 4, slices=4), ExpertTiles(8, 16, 8, 1, 6, slices=8)
     return MixtureTiles("few_hopper", *tiles, chooses=tokens == 1 and kind != "e2m1")

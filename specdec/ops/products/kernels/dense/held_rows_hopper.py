@@ -1,4 +1,4 @@
-"""A product of up to 16 rows with a small weight, written in Gluon for Hopper GPUs: what one_row_hopper.py is for a single row.
+"""A product of a few rows with a small weight, written in Gluon for Hopper GPUs: what one_row_hopper.py is for a single row.
 
 Here too each thread loads its whole part of the weight into registers before it waits for the kernel in front, and does so in
 the order in which the tensor cores' instruction (mma) takes it.  A thread loads 16 bytes of a row, 8 columns; thread t of four
@@ -6,7 +6,8 @@ has columns 8t to 8t + 7 of 32, and the instruction takes these 32 columns in an
 loaded in the same order, and a sum does not depend on it.
 
 The warps of a program share the columns, and add up their sums through shared memory at the end.  In a gated product, 8 rows of
-the gate alternate with the 8 rows of up that belong to them, so that a thread holds both of a pair.
+the gate alternate with the 8 rows of up that belong to them, so that a thread holds both of a pair.  More rows of x than a tile
+has are those of other programs, which read the same weight from L2: it is small.
 
 Order of chained launches (specdec/ops/launch.py): the kernel triggers right after its wait.
 
@@ -43,7 +44,7 @@ def held_rows_kernel(
     K: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, PARTS: gl.constexpr, HAS_BIAS: gl.constexpr,
     PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """PARTS: 2 if gated, else 1.  BLOCK_N: rows of the weight."""
+    """PARTS: 2 if gated, else 1.  BLOCK_N: rows of the weight, and BLOCK_M of x, of a program."""
     CHUNK: gl.constexpr = ((K + 31) // 32 + num_warps - 1) // num_warps  # units of a slice
     layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [num_warps, 1, 1], [1, 16, 8])
     out: gl.constexpr = gl.SliceLayout(0, layout)
@@ -61,13 +62,14 @@ def held_rows_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    m = gl.arange(0, BLOCK_M, of_rows)
+    first = gl.program_id(1) * BLOCK_M
+    m = first + gl.arange(0, BLOCK_M, of_rows)
     tiles = _units(x + (m * stride_x)[None, :, None], column_SK, K, CHUNK, (m < M)[None, :, None])
     acc = gl.zeros([num_warps, BLOCK_N, BLOCK_M], gl.float32, layout)
     for i in gl.static_range(CHUNK):
         acc = mma_v2(_left(words[i], layout), _right(tiles[i], layout), acc)
     total = gl.sum(acc, axis=0) + bias_N[:, None]
-    m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, out))
+    m = first + gl.arange(0, BLOCK_M, gl.SliceLayout(0, out))
     out_N = _places(gl.program_id(0), BLOCK_N, PARTS, gl.SliceLayout(1, out))
     ok = ((out_N < N)[:, None] & (m < M)[None, :]).to(gl.int32)
     at = m[None, :] * N + out_N[:, None]
@@ -128,13 +130,13 @@ def _right(tile, layout: gl.constexpr):
 
 
 def launch_held_rows(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, gated: bool, tiles: ProductTiles) -> Tensor:
-    """[M, N], summed in float32 and rounded once.  The rows of x may be strided; there are at most tiles.block_m of them."""
+    """[M, N], summed in float32 and rounded once.  The rows of x may be strided."""
     (M, K), (rows, columns), parts = x_MK.shape, weight_NK.shape, 2 if gated else 1
     N = rows // parts
-    assert 0 < M <= tiles.block_m and columns == K and x_MK.stride(1) == 1 and weight_NK.is_contiguous() and K % 8 == 0
+    assert M > 0 and columns == K and x_MK.stride(1) == 1 and weight_NK.is_contiguous() and K % 8 == 0
     assert x_MK.dtype == weight_NK.dtype and (bias_N is None or bias_N.shape == (rows,))
     y_MN = x_MK.new_empty(M, N)
-    held_rows_kernel[(triton.cdiv(rows, tiles.block_n),)](
+    held_rows_kernel[(triton.cdiv(rows, tiles.block_n), triton.cdiv(M, tiles.block_m))](
         x_MK, weight_NK, weight_NK if bias_N is None else bias_N, y_MN, M, N, x_MK.stride(0), K=K, BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n, PARTS=parts, HAS_BIAS=bias_N is not None, num_warps=tiles.warps, **chained(x_MK.device),
     )  # fmt: skip

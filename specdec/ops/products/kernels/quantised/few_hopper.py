@@ -260,7 +260,8 @@ def few_down_hopper_kernel(
         else:
             id_S = gl.load(topk_ids + number, mask=number < A, other=-1, cache_modifier=".cg").to(gl.int32)
         here = (id_S >= 0) & (id_S < EXPERTS)
-        slices = own_expert(gl.where(here, id_S, 0), number, here.to(gl.int32), s % PER * CHUNK, CHUNK)
+        first = (split * num_warps + s) % PER * CHUNK
+        slices = own_expert(gl.where(here, id_S, 0), number, here.to(gl.int32), first, CHUNK)
         chunk = CHUNK
         loaded = load_units(
             qweight, scales, row_N, slices, 0, AHEAD, N, UNITS, G, GROUP_UNITS, not ONE, words_layout, of_scales
