@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # `toolkit`: what test
 from toolkit.inside.interpreter import quicken
 from toolkit.models import TARGETS, Zoo
 from toolkit.paths import ROOT
-from toolkit.suite.turns import TURNS, all_take_turns, at_its_turn, turn_of_day
+from toolkit.suite.turns import TURNS, at_its_turn, turn_of_day
 
 from specdec.cli import entry
 from specdec.screen.progress import Pace
@@ -125,8 +125,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without a GPU its tests are skipped.  Of a test marked `slow_cases` all but the first are slow, and take turns where the
-    whole suite runs; the first ones too, where each day has as many of the others.  What is quick is marked.
+    """Without a GPU its tests are skipped.  Of a test marked `slow_cases` all but the first are slow.  In a run of the whole
+    suite all of them take turns, so that each day has at least half as many as are first.  What is quick is marked.
 
     Processes that share the files begin with those that hold slow tests, so that none of them comes last and leaves a process
     with nothing to do.
@@ -156,9 +156,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         ):
             item.add_marker(pytest.mark.quick)
     if (turn := config.stash[TURN]) is not None:
-        if not config.option.markexpr:  # the fast tests have the first cases every day
-            later |= {test: kept[test] + cases for test, cases in later.items() if all_take_turns(len(kept[test]), len(cases))}
-        waiting = {item for test, cases in later.items() for item in set(cases) - set(at_its_turn(test, cases, turn))}
+        waiting = set[pytest.Item]()
+        for test, cases in later.items():
+            first = [] if config.option.markexpr else kept[test]  # the fast tests have the first cases every day
+            waiting |= {*first, *cases} - {*at_its_turn(test, first + cases, turn, -(-len(first) // 2))}
         config.hook.pytest_deselected(items=[item for item in items if item in waiting])
         items[:] = [item for item in items if item not in waiting]
 
@@ -175,6 +176,16 @@ def pytest_runtest_setup() -> None:
     """What a test draws at random does not depend on the tests that ran before it in the same process."""
     random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """What a file of tests leaves is imports and caches, in which the next file's decoders would look for garbage, each when it
+    is closed.  In the server's folder decoders outlive a file, and a test watches what becomes of them.
+    """
+    if nextitem is not None and nextitem.path != item.path and ROOT / "tests" / "serve" not in item.path.parents:
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.hookimpl(hookwrapper=True)

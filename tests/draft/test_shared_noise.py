@@ -38,6 +38,7 @@ def test_more_drafts_are_accepted_and_the_text_is_the_same(shape: tuple[int, int
     assert accept_length(shared) > gain * accept_length(by_probability)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("spec", [SpecConfig(3, 1, 4), SpecConfig(3, 4, 14)], ids=str)
 def test_greedy_rows_are_drafted_as_ever(zoo: Zoo, spec: SpecConfig) -> None:
     """Beside sampled ones, too.  Keeps out: counters of greedy requests that depend on who shares their batch."""

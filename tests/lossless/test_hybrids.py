@@ -52,6 +52,7 @@ def test_text_is_transformers(
     assert head is None or sum(out.stats.accepted for out in outputs) > 0
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("target", ["qwen3_next", "qwen3_5_text"])
 def test_a_seed_alone_decides_sampled_text(zoo: Zoo, target: str) -> None:
     """Keeps out: noise or a state that depends on drafts, on rows that don't speculate beside, or on the batch."""
@@ -78,6 +79,7 @@ def test_captured_rounds_write_the_same(zoo: Zoo, target: str, shape: tuple[int,
     hold_captured_text(zoo, target, shape, page_size)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
     ("target", "kv"), [("qwen3_5_text", "fp8"), ("qwen3_5_text", "int8"), ("falcon_h1", "fp8"), ("nemotron_h", "fp8")]
 )

@@ -58,6 +58,7 @@ def decoder_of(families: Families, name: str, spec: SpecConfig | None, head: Pat
 # ---- what is read ----
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("name", NAMES)
 def test_sources_are_found_and_stored_once(families: Families, name: str) -> None:
     decoder = decoder_of(families, name, None, None, page_size=4)
@@ -111,6 +112,7 @@ def test_no_head_is_trained_on_several_streams(families: Families, tmp_path: Pat
         train_head(HeadRun(width=64, longest_prompt=16), families.target("gemma3n"), [text], tmp_path / "out", device="cpu")
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_cutoffs_are_transformers_own(families: Families, dtype: torch.dtype) -> None:
     """Keeps out: another share of Gemma 3n's sparse activations."""

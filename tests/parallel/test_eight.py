@@ -1,6 +1,6 @@
 """Eight ranks: processes of a CPU that exchange over gloo write what one writes, in float32, token for token.
 
-One or two of these cases run on each of a week's days.  `scripts/many_ranks` has every family and feature.
+On most days one of these cases runs.  `scripts/many_ranks` has every family and feature.
 """
 
 from collections.abc import Iterator

@@ -113,6 +113,7 @@ def test_help_and_wrong_settings_import_no_torch(tmp_path: Path, command: str) -
         assert done.returncode == status and said in done.stdout + done.stderr, done.stderr
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("name", ["draw_layers", "draw_round", "draw_speed", "fill_scaling"])
 def test_help_writes_nothing(tmp_path: Path, name: str) -> None:
     """Keeps out: a picture or a table that is written anew by whoever only asks what the script does, or misspells a flag."""

@@ -108,6 +108,7 @@ def test_it_has_nothing_to_catch_up_with(zoo: Zoo) -> None:
     assert len(both) > 5 and all(drafts[0][at] == drafts[1][at] for at in both) and any(drafts[0][at] for at in both)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("shape", [(3, 2, 6), (3, 1, 4)], ids=str)
 def test_ranks_share_an_assistant(zoo: Zoo, shape: tuple[int, int, int]) -> None:
     """Keeps out: sums that are not added up, heads that read another rank's keys.  A full layer's one head is on both ranks."""

@@ -55,6 +55,7 @@ class OneDraft(BlockLook):
         return 1
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("name", ["dspark", "dflash2", "dflash-causal"])
 def test_misreadings_of_blocks_are_named(zoo: Zoo, name: str) -> None:
     """The target is taken to choose what the head drafts when it is read right; so each misreading must be seen as one."""

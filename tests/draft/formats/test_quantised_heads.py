@@ -104,6 +104,7 @@ def test_the_scheme_is_the_head_s_own(tmp_path: Path, zoo: Zoo, of_target: str, 
         assert one.head.lm_head.quantised is None and one.head.fc.quantised is None  # which the config's ignore names
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("scheme", ["w4a16 g128", "modelopt fp8"])
 def test_a_small_model_in_few_bits_drafts(tmp_path: Path, zoo: Zoo, scheme: str) -> None:
     """Keeps out: a small model under its target's scheme, and a head's reading of a model's files."""

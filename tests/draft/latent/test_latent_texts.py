@@ -94,6 +94,7 @@ def test_long_prompts_are_expanded_alike(zoo: Zoo, monkeypatch: pytest.MonkeyPat
     assert found[0] == found[1]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("head", ["latent", "latent-no-q"])
 def test_ranks_share_a_head(zoo: Zoo, head: str) -> None:
     """Keeps out: latents cut with the heads, sums that are not added up.  Unwritten slots hold NaN."""

@@ -91,6 +91,7 @@ def test_text_is_the_target_s(zoo: Zoo, target: str, drafter: str, shape: Any, s
     driver.assert_nothing_leaked()
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("target", ["qwen3_5_text", "llama"])
 def test_a_text_without_drafts_keeps_no_state_of_the_drafter(zoo: Zoo, target: str) -> None:
     """Keeps out: a state that a plain text has kept, of which the drafter's part was never written."""
@@ -123,6 +124,7 @@ PATHS = [  # target, drafter, shape, page size, batch
 ]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(("target", "kind", "shape", "page_size", "batch"), PATHS, ids=str)
 def test_every_node_equals_its_own_path(
     zoo: Zoo, monkeypatch: pytest.MonkeyPatch, target: str, kind: str, shape: tuple[int, int, int], page_size: int, batch: int

@@ -111,6 +111,7 @@ def test_sampled_drafts_know_the_target_s_noise(zoo: Zoo) -> None:
     assert found[0] > 1.5 * found[1]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("drafter", ["model-near", "model-window"])  # the second has a key head that both ranks hold
 def test_ranks_share_a_model(zoo: Zoo, drafter: str) -> None:
     """Keeps out: sums that are not added up, a vocabulary's run taken for the whole.  Unwritten slots hold NaN."""

@@ -68,6 +68,7 @@ def test_the_layer_is_transformers_own(folders: dict[str, Path], family: str) ->
     torch.testing.assert_close(got, by_transformers(folder, family), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
     ("family", "shape", "rows"), [("qwen3_next", (4, 1, 5), 2), ("qwen3_5_text", (4, 4, 14), 3), ("qwen3_5_moe", (3, 2, 6), 2)]
 )

@@ -42,6 +42,7 @@ def drafted(folder: Path) -> tuple[list[int], int, int]:
         return out.token_ids, out.stats.rounds, out.stats.accepted
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("name", ["v3", "v3-two"])
 def test_a_wrapper_s_layers_draft_as_the_text_model_s(tmp_path: Path, name: str) -> None:
     text = save_mtp_target(tmp_path / "text", name)

@@ -73,6 +73,7 @@ NAMES = "drafter", "suffix", "corpus", "answers", "prediction"
 CHOICES = [names for count in range(1, 6) for names in combinations(NAMES, count)]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
 def test_every_mixture_of_sources(zoo: Zoo, sampling: dict[str, Any]) -> None:
     """Keeps out: texts that depend on who drafts, a choice that reaches another row, one that does nothing, drafts of a source
@@ -120,6 +121,7 @@ def test_n_grams_by_choice_without_a_prediction(zoo: Zoo, shape: Any) -> None:
         assert {name for each in out.rounds for name in each.sources[1:]} == {names}
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("head", ["eagle3", "ngram"])
 def test_what_was_predicted_is_accepted(zoo: Zoo, head: str) -> None:
     """Keeps out: a prediction that is shifted, lost with the first token, or lost for good after an edit."""
@@ -155,6 +157,7 @@ def test_a_request_that_steps_back_keeps_its_place(zoo: Zoo) -> None:
     assert all(out.stats.rounds <= 12 for out in outputs)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("head", ["eagle3", "ngram"])
 def test_tokens_name_who_drafted_them(zoo: Zoo, head: str) -> None:
     """Keeps out: names that are shifted by one, of a source that did not propose the token, or of the target's own tokens."""
@@ -262,6 +265,7 @@ def test_a_prediction_of_a_text_in_which_nothing_is_drafted(zoo: Zoo) -> None:
     assert [out.stats.drafted > 0 for out in outputs] == [False, True]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("shape", [(3, 2, 7), (3, 1, 4), ("auto", 2, 6)], ids=str)
 def test_sources_of_which_none_has_a_path(zoo: Zoo, shape: Any) -> None:
     """Keeps out: a request that fails where its sources are named and the others, which have the paths, do not run."""

@@ -126,6 +126,7 @@ def check_kernel(seed: int, looks: int, span: int | None) -> None:
     assert want.tokens_BMR.shape[1] == CONTINUATIONS
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(("looks", "span"), [(4, None), (256, None), (4, 9)], ids=str)
 def test_the_kernel_finds_the_same(looks: int, span: int | None) -> None:
     """Keeps out: looks that miss what lies between two of them, another half's places, tokens that a ring has lost."""

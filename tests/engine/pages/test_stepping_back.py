@@ -73,6 +73,7 @@ def test_an_encoder_reads_its_text_again(tmp_path: Path) -> None:
         hold(decoder, OPTIONS[:3])
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
     ("target", "kind", "context"),
     [("qwen3", "eagle3", 1), ("llama-dim80-biases", "eagle1", 2)],
@@ -100,6 +101,7 @@ def test_auto_rows_that_step_back_while_the_drafter_pauses(zoo: Zoo) -> None:
         driver.assert_nothing_leaked()
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("caching", [False, True])
 def test_a_pool_that_holds_little_more_than_one(zoo: Zoo, caching: bool) -> None:
     """Six requests that each nearly fill the pool, and some that are cancelled in the middle.  Keeps out: rows that wait for

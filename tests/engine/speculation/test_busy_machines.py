@@ -28,6 +28,7 @@ def test_a_useless_head_costs_little_from_the_first_round_on(rows: int) -> None:
     assert made.calm - start < 1.01 * 900 * on_cpu(rows, None)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("text, least", [(Text(0.0), 0.97), (Text.of(1.3), 0.96), (Text.of(2), 0.94)])
 def test_a_busy_machine_rules_no_shape_out(rows: int, text: Text, least: float) -> None:

@@ -50,6 +50,7 @@ def test_within_two_percent_of_plain_if_drafts_are_never_right(rows: int) -> Non
     assert set(made.shapes[-800:]) != {None}, "the drafter is looked at now and then"
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("rows", [1, 16])
 def test_a_text_that_changes_is_followed(rows: int) -> None:
     """Keeps out: a pause that never ends, and speculation that goes on when drafts have become worthless."""

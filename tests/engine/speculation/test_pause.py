@@ -121,6 +121,7 @@ def test_a_pause_longer_than_a_text_leaves_no_hole(zoo: Zoo) -> None:
     driver.cancel(long)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("kind", ["eagle3", "p-eagle", "dflash2", "dspark"])
 def test_catching_up_changes_those_rows_alone_that_have_missed_something(zoo: Zoo, kind: str) -> None:
     """Keeps out: drafts of a row that entered in a pause made of what its neighbours have missed, or of what the row's last

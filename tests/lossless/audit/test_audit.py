@@ -47,6 +47,7 @@ def auditing(zoo: Zoo, folder: Path, **settings: Any) -> SpecDecoder:
     return decoder
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_right_answers_raise_no_alarm(zoo: Zoo, tmp_path: Path, dtype: str) -> None:
     """Keeps out: an audit that draws other noise than the row did, knows less of its options, or counts wrongly."""

@@ -102,6 +102,7 @@ def test_models_of_transformers_go_on(tmp_path: Path, name: str) -> None:
         hold_going_on(decoder)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("kept", KEPT)
 def test_passes_nearby_go_on(zoo: Zoo, kept: str) -> None:
     """Keeps out: an embedding that moves otherwise when its pass goes on, and noise of half a pass."""

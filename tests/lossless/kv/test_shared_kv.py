@@ -77,6 +77,7 @@ def test_unwritten_slots_and_kept_prefixes(zoo: SharingZoo, name: str) -> None:
         assert (min(out.stats.cached_tokens for out in outputs) > 0) == (run > 0)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
 def test_8_bit_caches(zoo: SharingZoo, kv_cache_dtype: str) -> None:
     """Each token is the best one of a dense pass with keys as the cache gives them, or as good within rounding.

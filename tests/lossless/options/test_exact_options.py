@@ -122,6 +122,7 @@ def test_no_field_is_ignored(decoder: SpecDecoder, name: str) -> None:
     assert [out.token_ids for out in decoder.generate(prompts[1:], base)] == mixed[4:], "a neighbour's option reached a row"
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("spec", [TREE, CHAIN], ids=["tree", "chain"])
 @pytest.mark.parametrize("name", ["all", "sampled"])
 def test_whole_paths_are_accepted_under_options(zoo: Zoo, name: str, spec: SpecConfig) -> None:

@@ -98,6 +98,7 @@ def test_ranks_and_transformers_code(zoo: Zoo, name: str, size: int, backend: st
             check(each, zoo.hf(name)(torch.tensor([ids])).logits[0], ids, 4)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("how", [(), (shipped.draft_folder(), SpecConfig(3, 2, 6)), ("ngram", SpecConfig(4, 2, 9))])
 def test_a_prompt_that_fills_the_context(how: tuple[Any, ...]) -> None:
     """Beside texts that are decoded, in chunks, with pages to the last token.  Keeps out: the last token of a long text that

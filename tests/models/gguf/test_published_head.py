@@ -17,7 +17,7 @@ def test_it_drafts_what_the_model_writes() -> None:
     with SpecDecoder.from_pretrained(
         smollm2(), HEAD, SpecConfig(5, 4, 16), device="cpu", dtype="float32", max_seq_len=128, max_batch_size=2, smoke=False
     ) as decoder:
-        chats, params = [[{"role": "user", "content": ask}] for ask in ASKS], SamplingParams(max_tokens=40)
+        chats, params = [[{"role": "user", "content": ask}] for ask in ASKS], SamplingParams(max_tokens=20)
         prompts = [decoder.tokenizer.encode_chat(chat, "a chat") for chat in chats]
         drafted, plain = (decoder.generate(prompts, params, speculate=speculate) for speculate in (True, False))
     assert [each.token_ids for each in drafted] == [each.token_ids for each in plain]

@@ -84,6 +84,7 @@ def test_weights_rounded_at_load(tmp_path: Path, family: str, sizes: dict[str, A
     assert plan_memory(folder, None, None, options, 10**10).parts["weights of the target"] == held(model)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
     ("family", "sharing"),
     [("granitemoehybrid", "tensor"), ("falcon_h1", "auto"), ("nemotron_h", "experts"), ("nemotron_h", "tensor")],

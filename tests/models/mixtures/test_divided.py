@@ -125,6 +125,7 @@ def gpt_oss(folder: Path) -> Path:
     return save_gpt_oss(folder, num_local_experts=3, num_hidden_layers=3)[0]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(("save", "size"), [(qwen, 2), (gpt_oss, 4)], ids=["qwen3-moe", "gpt-oss"])
 def test_ranks_write_what_one_writes(tmp_path: Path, save: Callable[[Path], Path], size: int) -> None:
     """Greedily and sampled, with trees; gpt-oss in mxfp4 on a rank without experts.

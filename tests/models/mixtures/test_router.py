@@ -43,6 +43,7 @@ def defined(logits: list[float], rule: RouterRule, correction: list[float]) -> d
     return {e: scores[e] / divisor * rule.scaling for e in chosen}
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("size", [0.1, 2.0])
 def test_every_rule_chooses_as_its_definition(size: float) -> None:
     """Keeps out: an expert of a group that was not selected, whose score stands above those that corrections below 0 have;

@@ -78,6 +78,7 @@ def test_weights_rounded_at_load(tmp_path: Path, family: str) -> None:
 TO_SHARE: dict[str, dict[str, Any]] = {"lfm2": {"conv_bias": True}, "olmo_hybrid": {"linear_value_head_dim": 4}}
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("family", MORE)
 def test_two_ranks_write_what_one_writes(tmp_path: Path, family: str) -> None:
     """Keeps out: a rank with another one's channels, gates or states; a plan of a rank that counts the whole."""

@@ -63,6 +63,7 @@ def differences(folder: Path, exchanged: int = 0) -> list[float]:
     return [float((got - want).abs().max()) for got, want in pairs]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "falcon-rw-odd"])
 def test_forward_equals_transformers(tmp_path: Path, name: str) -> None:
     assert max(differences(save(tmp_path, name))) < 1e-4

@@ -100,6 +100,7 @@ def test_weights_rounded_at_load(tmp_path: Path, family: str) -> None:
     assert plan_memory(folder, None, None, options, 10**10).parts["weights of the target"] == held(model)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
     ("family", "sharing", "value_heads", "apart"), [("qwen3_next", "experts", 8, False), ("qwen3_5_moe", "tensor", 4, True)]
 )

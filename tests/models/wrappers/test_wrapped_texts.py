@@ -84,6 +84,7 @@ def test_files_decide_where_two_configs_disagree_about_the_output_layer(tmp_path
     torch.testing.assert_close(our_logits(tmp_path, ids), want, atol=3e-5 * float(want.abs().max()), rtol=1e-4)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("name", ["qwen3_vl", "gemma3"])
 def test_a_head_trained_on_a_wrapper_drafts_for_it(tmp_path: Path, name: str) -> None:
     """Keeps out: a head refused for the sections of positions in its rope, for its target's name, or for its text_config."""

@@ -6,7 +6,18 @@ import random
 
 import pytest
 import torch
-from toolkit.recurrent.made import Sizes, Weights, by_the_rule, path_to, poisoned, random_tree, steps_of, trash_steps
+from toolkit.recurrent.made import (
+    Known,
+    Sizes,
+    Weights,
+    by_the_rule,
+    nothing,
+    path_to,
+    poisoned,
+    random_tree,
+    steps_of,
+    trash_steps,
+)
 from torch import Tensor
 
 from specdec.ops.recurrent.conv import chunk_convolution, convolved, tree_convolution
@@ -14,19 +25,6 @@ from specdec.ops.recurrent.gated_delta import chunk_outputs, row_outputs, tree_o
 from specdec.ops.recurrent.states import ChunkSteps
 
 SIZES = Sizes()
-
-
-class Text:
-    """Inputs of one sequence's tokens, so far."""
-
-    def __init__(self) -> None:
-        self.x_MC, self.a_MH, self.b_MH = torch.empty(0, SIZES.C), torch.empty(0, SIZES.H), torch.empty(0, SIZES.H)
-
-    def grown(self, x: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return torch.cat((self.x_MC, x)), torch.cat((self.a_MH, a)), torch.cat((self.b_MH, b))
-
-    def grow(self, x: Tensor, a: Tensor, b: Tensor) -> None:
-        self.x_MC, self.a_MH, self.b_MH = self.grown(x, a, b)
 
 
 def close(got: Tensor, want: Tensor) -> bool:
@@ -44,7 +42,7 @@ def test_nodes_and_commits(seed: int) -> None:
     try:
         rng = random.Random(seed)
         weights, layer = Weights.random(SIZES, torch.float64, rng.choice([1.0, 2.0])), poisoned(SIZES, 8, 8, 40, torch.float64)
-        texts, numbers, paths = [Text(), Text(), Text()], [[0, 2, 3], [0, 4, 5], [0, 6, 7]], [[], [], []]
+        texts, numbers, paths = [nothing(SIZES)] * 3, [[0, 2, 3], [0, 4, 5], [0, 6, 7]], [[], [], []]
         for _ in range(5):
             nodes, chain = rng.choice([1, 2, 6, 33]), rng.random() < 0.3
             trees = [random_tree(nodes, rng, chain) for _ in texts]
@@ -55,16 +53,17 @@ def test_nodes_and_commits(seed: int) -> None:
             out = tree_outputs(y, weights.gates(a, b), layer.rule, steps).view(3, nodes, SIZES.H, SIZES.V)
             for row, (text, tree) in enumerate(zip(texts, trees, strict=True)):
                 own = [part.view(3, nodes, -1)[row] for part in (x, a, b)]
-                for node in range(nodes):
-                    path = path_to(tree, node)
-                    want, _ = by_the_rule(*text.grown(*(part[path] for part in own)), weights, SIZES)
-                    assert close(out[row, node], want[-1])
+                for leaf in set(range(nodes)) - {parent for node, parent in enumerate(tree) if node}:
+                    path = path_to(tree, leaf)
+                    want, _ = by_the_rule(*(part[path] for part in own), weights, SIZES, text)
+                    assert close(out[row, path], want)
                 read, write, other = numbers[row]
-                if len(text.x_MC):
-                    _, states = by_the_rule(text.x_MC, text.a_MH, text.b_MH, weights, SIZES)
-                    assert close(layer.rule.state_PHKV[write], states[-1])
+                if torch.any(text.state_HKV):
+                    assert close(layer.rule.state_PHKV[write], text.state_HKV)
                 numbers[row], paths[row] = [write, other, write], path_to(tree, rng.randrange(nodes))
-                text.grow(*(part[paths[row]] for part in own))
+                added = [part[paths[row]] for part in own]
+                _, states = by_the_rule(*added, weights, SIZES, text)
+                texts[row] = Known(torch.cat((text.x_YC, added[0]))[1 - SIZES.Z :], states[-1])
     finally:
         torch.set_default_dtype(torch.float32)
 

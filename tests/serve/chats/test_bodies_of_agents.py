@@ -102,6 +102,7 @@ def test_a_call_that_the_openai_package_has_parsed(agents: Served) -> None:
     assert agents.post(RESPONSES, body).json()["output"][0]["content"][0]["text"] == "Ok"
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("schema", UNHELD)
 def test_a_schema_is_held_as_far_as_it_can_be(agents: Served, schema: dict[str, Any]) -> None:
     """Keeps out: a server of tools that stops all others for one keyword; what can be held is forgotten with what can't; a

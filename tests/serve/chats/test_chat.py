@@ -20,6 +20,7 @@ def ask(served: Served, **body: Any) -> Any:
     return answer.json()
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.8, "seed": 3, "top_p": 0.95}])
 def test_an_answer_is_the_decoders(chat_served: Served, sampling: dict[str, Any]) -> None:
     """Keeps out: a template that is applied twice or not at all, and another text in a stream."""

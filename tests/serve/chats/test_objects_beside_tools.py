@@ -62,6 +62,7 @@ def chatted(agent: Served, stream: bool, **body: Any) -> tuple[str, list[dict[st
     return text, calls, choices[-1]["finish_reason"]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_chat_calls_and_then_writes_the_object(agent: Served, stream: bool) -> None:
     """Keeps out: a format that stops the call before it, a tool that stops the object after it, a wrong finish_reason."""
@@ -80,6 +81,7 @@ def test_a_chat_calls_and_then_writes_the_object(agent: Served, stream: bool) ->
     assert json.loads(text)["unit"] in ("c", "f") and (calls, reason) == ([], "stop")
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_response_calls_and_then_writes_the_object(agent: Served, stream: bool) -> None:
     """Keeps out: the same at the endpoint that the package takes by itself; a loop that forgets what the model thought before

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import product
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 from toolkit.paths import ROOT
@@ -36,6 +37,7 @@ CASES: dict[str, dict[str, tuple[Any, ...]]] = {
     "ssd_tree_hopper_kernel": {"COPIED": (False, True)},
 }
 
+Items = frozenset[tuple[str, Any]]  # of a dictionary
 Value = Any  # what an expression may point to: a frozenset of names of memory, or a tuple of values
 NOTHING: frozenset[str] = frozenset()
 SHARED = "shared memory of line "
@@ -104,6 +106,31 @@ def module_of(path: Path) -> Module:
     return Module(path)
 
 
+@cache
+def calls_in(node: ast.AST) -> tuple[ast.Call, ...]:
+    """Calls inside of it and itself if it is one, inner ones first."""
+    inside = tuple(call for child in ast.iter_child_nodes(node) for call in calls_in(child))
+    return (*inside, node) if isinstance(node, ast.Call) else inside
+
+
+@cache
+def code_of(node: ast.expr) -> CodeType:
+    return compile(ast.Expression(node), "", "eval")
+
+
+@cache
+def text_of(node: ast.AST) -> str:
+    return ast.unparse(node)
+
+
+@cache
+def walk_of(
+    module: Module, function: ast.FunctionDef, given: Items, known: Items, phases: Items, waited: bool, guarded: frozenset[str]
+) -> Walk:
+    """The walk through a function that another one calls; kernels call the same ones in the same way again and again."""
+    return Walk(module, function, dict(given), dict(known), dict(phases), waited, guarded)
+
+
 def _kernel(module: Module, function: ast.FunctionDef) -> Found:
     found, cases = Found(), CASES.get(function.name, {})
     for values in product(*cases.values()):
@@ -164,7 +191,7 @@ class Walk:
             for target in node.targets:
                 self.assign(target, self.value(node.value), self.phase(node.value))
         elif isinstance(node, ast.AugAssign):
-            self.phases.pop(ast.unparse(node.target), None)
+            self.phases.pop(text_of(node.target), None)
         return False
 
     def condition(self, node: ast.If) -> bool:
@@ -204,20 +231,20 @@ class Walk:
     def constant(self, node: ast.expr) -> Any:
         """None if the value of an expression is not known."""
         try:
-            return eval(compile(ast.Expression(node), "", "eval"), {"__builtins__": {}}, self.known)
+            return eval(code_of(node), {"__builtins__": {}}, self.known)
         except (NameError, TypeError, AttributeError):
             return None
 
     def phase(self, node: ast.expr) -> int | None:
-        known = node.value if isinstance(node, ast.Constant) else self.phases.get(ast.unparse(node))
+        known = node.value if isinstance(node, ast.Constant) else self.phases.get(text_of(node))
         return known if isinstance(known, int) else None
 
     def expression(self, node: ast.AST) -> None:
-        """Calls inside of it, inner ones first."""
-        for child in ast.iter_child_nodes(node):
-            self.expression(child)
-        if not isinstance(node, ast.Call):
-            return
+        for each in calls_in(node):
+            self.follow(each)
+
+    def follow(self, node: ast.Call) -> None:
+        """One call, whose arguments have been followed."""
         name, owner = _name(node)
         if name == "gdc_wait":
             self.waited = self.found.waits = True
@@ -237,7 +264,7 @@ class Walk:
             memory = self.value(node.func.value if is_method else node.args[0])  # type: ignore[attr-defined]
             if name == "tma_load":
                 self.signal(node.args[2])
-            if name == "load" and "cache_modifier='.cg'" not in ast.unparse(node):
+            if name == "load" and "cache_modifier='.cg'" not in text_of(node):
                 self.touch(self.found.by_l1, memory)
             for kinds, names in ((READS, self.found.reads), (STORES, self.found.stores)):
                 if name in kinds:
@@ -261,7 +288,7 @@ class Walk:
 
     def assembly(self, node: ast.Call) -> None:
         text, memory = ast.unparse(node.args[0]), self.value(node.args[2])
-        is_open = '"' not in text and "'" not in text and "is_pure=True" not in ast.unparse(node)  # it may do anything
+        is_open = '"' not in text and "'" not in text and "is_pure=True" not in text_of(node)  # it may do anything
         if is_open or re.search(r"\b(ld|ld_reduce|atom|prefetch)\.", text):
             self.touch(self.found.reads, memory)
         if is_open or re.search(r"\b(st|red|atom)\.", text):
@@ -295,7 +322,9 @@ class Walk:
         known = {name: self.constant(each) for name, each in arguments.items() if name in constexprs}
         known = {name: value for name, value in known.items() if value is not None}
         phases = {name: value for name, each in arguments.items() if (value := self.phase(each)) is not None}
-        return Walk(module, function, given, known, phases, self.waited, self.guarded)
+        return walk_of(
+            module, function, *(frozenset(each.items()) for each in (given, known, phases)), self.waited, self.guarded
+        )
 
     def call(self, node: ast.Call) -> None:
         if (walk := self.inner(node)) is not None:

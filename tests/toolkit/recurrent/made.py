@@ -105,12 +105,28 @@ def steps_of(
     )  # fmt: skip
 
 
-def by_the_rule(x_MC: Tensor, a_MH: Tensor, b_MH: Tensor, weights: Weights, sizes: Sizes) -> tuple[Tensor, Tensor]:
-    """(outputs [M, H, V], the state after each token [M, H, K, V]) of one text, token by token, from its beginning."""
+class Known(NamedTuple):
+    """What the rule keeps of a text: its last inputs, and its state."""
+
+    x_YC: Tensor
+    state_HKV: Tensor
+
+
+def nothing(sizes: Sizes) -> Known:
+    """Before any text, in the widest type."""
+    zeros = torch.zeros(sizes.H, sizes.K, sizes.V, dtype=torch.float64)
+    return Known(torch.zeros(sizes.Z - 1, sizes.C, dtype=torch.float64), zeros)
+
+
+def by_the_rule(
+    x_MC: Tensor, a_MH: Tensor, b_MH: Tensor, weights: Weights, sizes: Sizes, before: Known | None = None
+) -> tuple[Tensor, Tensor]:
+    """(outputs [M, H, V], the state after each token [M, H, K, V]) of one text, token by token, from where another one ends."""
     G, H, K, V, Z = sizes
     dtype = torch.promote_types(x_MC.dtype, torch.float32)
-    state, outputs, states = torch.zeros(H, K, V, dtype=dtype), [], []
-    known = torch.cat((torch.zeros(Z - 1, sizes.C, dtype=dtype), x_MC.to(dtype)))
+    x_YC, state = (each.to(dtype, copy=True) for each in before or nothing(sizes))
+    outputs, states = [], []
+    known = torch.cat((x_YC, x_MC.to(dtype)))
     for m in range(len(x_MC)):
         y = F.silu((known[m : m + Z] * weights.conv_ZC.to(dtype)).sum(0))
         q, k, v = y[: G * K].view(G, K), y[G * K : 2 * G * K].view(G, K), y[2 * G * K :].view(H, V)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import TypeVar
 
-TURNS = 7  # a week has all cases
+TURNS = 14  # two weeks have all cases
 SECONDS_A_DAY = 86400
 Case = TypeVar("Case")
 
@@ -18,19 +18,18 @@ def turn_of_day(seconds: float | None = None) -> int:
     return int((time.time() if seconds is None else seconds) // SECONDS_A_DAY) % TURNS
 
 
-def all_take_turns(kept: int, later: int) -> bool:
-    """Whether those of a test that every run would have take turns like its later ones: each day has as many without them."""
-    return kept > 0 and later >= kept * TURNS
-
-
-def at_its_turn(test: str, cases: Sequence[Case], turn: int) -> list[Case]:
-    """Of the cases of a test those of that turn, in their order.
+def at_its_turn(test: str, cases: Sequence[Case], turn: int, least: int = 0) -> list[Case]:
+    """Of the cases of a test those of that turn, in their order.  least: a day has so many, or all if there are fewer.
 
     Which cases share a turn is drawn by the test's name, once for ever: neighbours among the cases are alike, and tests of few
     cases shall not all have them on the same day.
     """
-    chance = random.Random(test)
-    places = list(range(len(cases)))
+    chance, number = random.Random(test), len(cases)
+    places = list(range(number))
     chance.shuffle(places)
-    first = chance.randrange(TURNS)
-    return [case for case, place in zip(cases, places, strict=True) if (first + place) % TURNS == turn]
+    day = (turn - chance.randrange(TURNS)) % TURNS
+    if number >= least * TURNS:
+        today = set(range(day, number, TURNS))
+    else:  # days that follow each other go on in the same row, again and again
+        today = {(day * least + each) % number for each in range(least)}
+    return [case for case, place in zip(cases, places, strict=True) if place in today]

@@ -92,6 +92,7 @@ def test_a_broken_node_reaches_those_below_it_alone(broken: str, nodes: int, cha
     assert beside_T.any() and want.view(*parents.shape, -1)[:, node].isnan().any(-1).all()
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
     ("sizes", "lengths", "kept", "after", "dtype", "tiles", "search"),
     [
