@@ -181,9 +181,11 @@ def pytest_runtest_setup() -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """What a file of tests leaves is imports and caches, in which the next file's decoders would look for garbage, each when it
-    is closed.  In the server's folder decoders outlive a file, and a test watches what becomes of them.
+    is closed.  In the server's folder decoders outlive a file, and a test watches what becomes of them; so do tests on a GPU,
+    whose files take turns in a process.
     """
-    if nextitem is not None and nextitem.path != item.path and ROOT / "tests" / "serve" not in item.path.parents:
+    is_watched = torch.cuda.is_available() or ROOT / "tests" / "serve" in item.path.parents
+    if nextitem is not None and nextitem.path != item.path and not is_watched:
         gc.collect()
         gc.freeze()
 
