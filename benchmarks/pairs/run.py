@@ -25,7 +25,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from pairs.plan import KINDS, LONG, PairsPlan, PartsFolder, TimeBudget
+from pairs.plan import FILES, KINDS, LONG, PairsPlan, PartsFolder, TimeBudget
+from pairs.requests import ABOUT, BOOKS
 
 STEPS = ("prompts", "texts", "train", "eval", "verify", "start", "bench", "table", "card", "pack", "unpack")
 Work = tuple[str, Callable[[], Any]]  # a part's name, and what measures it
@@ -121,13 +122,29 @@ def main() -> int:
 
 
 def check_folders(args: argparse.Namespace) -> None:
-    """ValueError where a file lies in the place of a folder, or `prompts` has no folder to read."""
+    """ValueError where a file lies in the place of a folder, or `prompts` can't use what it is given."""
     for name in ("folder", "out", "text", "evaluation"):
         path, is_read = getattr(args, name), name in ("text", "evaluation")
         if path is None or (is_read and args.step != "prompts"):
             continue
         if (is_read and not path.exists()) or not next(each for each in (path, *path.parents) if each.exists()).is_dir():
             raise ValueError(f"--{name}: expected a folder{'' if is_read else ', or none yet'}, got {path}")
+    if args.step == "prompts":
+        check_sources(args)
+
+
+def check_sources(args: argparse.Namespace) -> None:
+    """ValueError where `prompts` lacks files, or a target is a file of another kind; an absent one may lie elsewhere."""
+    from specdec.models.gguf.file import is_gguf
+
+    for flag, folder, files in (
+        ("text", args.text, [*ABOUT.values(), BOOKS]),
+        ("evaluation", args.evaluation, [f"{name}.jsonl" for name in FILES]),
+    ):
+        if lacking := [name for name in files if not (folder / name).is_file()]:
+            raise ValueError(f"--{flag}: expected a folder with {', '.join(lacking)}, got {folder}")
+    if args.target and (target := Path(args.target)).is_file() and not is_gguf(target):
+        raise ValueError(f"--target: expected a folder or a GGUF file, got {target}")
 
 
 def run_step(args: argparse.Namespace) -> int:

@@ -230,8 +230,9 @@ def test_wrong_settings_and_heads_are_refused(pairs: Any, tmp_path: Path) -> Non
         pairs.card.write_head(folder, "eagle3", tmp_path / "out")
 
 
-def test_a_file_in_the_place_of_a_folder_is_named(pairs: Any, sources: Path, tmp_path: Path) -> None:
-    """Keeps out: "File exists" and other words of the system alone, after work that was for nothing."""
+def test_what_is_no_folder_or_lacks_files_is_named(pairs: Any, sources: Path, tmp_path: Path) -> None:
+    """Keeps out: "File exists" and other words of the system alone, after work that was for nothing; a plan for a target that
+    is a file of text."""
     file, there = tmp_path / "file", tmp_path / "there"
     file.write_text("")
     read = ["--text", str(sources / "text"), "--evaluation", str(sources / "prompts")]
@@ -247,6 +248,11 @@ def test_a_file_in_the_place_of_a_folder_is_named(pairs: Any, sources: Path, tmp
         for wrong in (file, tmp_path / "none"):
             with pytest.raises(ValueError, match=f"^{flag}: expected a folder, got {wrong}$"):
                 run_step(pairs, "prompts", "--tiny", "--folder", str(there), *read, flag, str(wrong))
+        other = read[3 - read.index(flag)]  # a folder, of other files
+        with pytest.raises(ValueError, match=f"^{flag}: expected a folder with [a-z0-9_]+[.].*, got {other}$"):
+            run_step(pairs, "prompts", "--tiny", "--folder", str(there), *read, flag, other)
+    with pytest.raises(ValueError, match=f"^--target: expected a folder or a GGUF file, got {file}$"):
+        run_step(pairs, "prompts", "--tiny", "--folder", str(there), *read, "--target", str(file))
     assert not there.exists() and not (tmp_path / "out").exists()
 
 
