@@ -41,7 +41,8 @@ def test_fixtures_of_a_file_can_be_freed(tmp_path: Path) -> None:
     files = [tmp_path / "test_first.py", tmp_path / "test_second.py"]
     for file, text in zip(files, (FIRST, SECOND), strict=True):
         file.write_text(text)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "toolkit.suite.leftovers", "-p", "no:cacheprovider", *map(str, files)]
+    options = ["-q", "-p", "toolkit.suite.leftovers", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *options, *map(str, files)]
     env = {**os.environ, "PYTHONPATH": str(ROOT / "tests"), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout
