@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # `toolkit`: what test
 from toolkit.inside.interpreter import quicken
 from toolkit.models import TARGETS, Zoo
 from toolkit.paths import ROOT
+from toolkit.suite.leftovers import pytest_runtest_protocol as pytest_runtest_protocol
 from toolkit.suite.turns import TURNS, at_its_turn, turn_of_day
 
 from specdec.cli import entry
@@ -176,18 +177,6 @@ def pytest_runtest_setup() -> None:
     """What a test draws at random does not depend on the tests that ran before it in the same process."""
     random.seed(0)
     torch.manual_seed(0)
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """What a file of tests leaves is imports and caches, in which the next file's decoders would look for garbage, each when it
-    is closed.  In the server's folder decoders outlive a file, and a test watches what becomes of them; so do tests on a GPU,
-    whose files take turns in a process.
-    """
-    is_watched = torch.cuda.is_available() or ROOT / "tests" / "serve" in item.path.parents
-    if nextitem is not None and nextitem.path != item.path and not is_watched:
-        gc.collect()
-        gc.freeze()
 
 
 @pytest.hookimpl(hookwrapper=True)

@@ -124,6 +124,17 @@ def show(kind: str, row: dict[str, Any]) -> None:
     )
 
 
+def write(out: Path, size: Size, rows: dict[str, dict[str, Any]], tiny: bool) -> None:
+    """The kinds so far: a run that is stopped leaves those that ended."""
+    result = {
+        "device": "cpu" if tiny else torch.cuda.get_device_name(), "cpus": os.cpu_count(), "torch": torch.__version__,
+        "python": platform.python_version(), **{name: version(name) for name in PACKAGES}, "date": time.strftime("%Y-%m-%d"),
+        "weights": "shipped" if tiny else "random", "spec": CHAIN.label, **size._asdict(), "rows": rows,
+    }  # fmt: skip
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(result, indent=1) + "\n")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="the shipped pair on a CPU, few short streams for seconds")
@@ -144,15 +155,8 @@ def main() -> int:
                 work = Work(MODEL, decoder.model.config.vocab_size, size.words, size.tokens, chat=chat)
                 rows[kind] = measure(clients, work, size, number * size.streams * size.most)
                 show(kind, rows[kind])
-    result = {
-        "device": "cpu" if args.tiny else torch.cuda.get_device_name(), "cpus": os.cpu_count(), "torch": torch.__version__,
-        "python": platform.python_version(), **{name: version(name) for name in PACKAGES}, "date": time.strftime("%Y-%m-%d"),
-        "weights": "shipped" if args.tiny else "random", "spec": CHAIN.label,
-        **size._asdict(), "rows": rows,
-    }  # fmt: skip
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+                if args.out:
+                    write(args.out, size, rows, args.tiny)
     found = [f"{kind}: {error}" for kind, row in rows.items() for error in row["errors"]]
     found += [f"{kind}: {row['miscounted']} streams miscounted" for kind, row in rows.items() if row["miscounted"]]
     for fault in found:

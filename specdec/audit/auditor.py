@@ -16,10 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from specdec.audit.idle_pass import Wanted, read_while_idle
-from specdec.batch.grammars.masks import masks_by_part
+from specdec.batch.grammars.masks import fill_by_part, room_for_masks
 from specdec.engine.loop import Engine
 from specdec.engine.request import Request
 from specdec.engine.totals import Totals
@@ -181,11 +179,8 @@ class Auditor:
         """
         choice, ids, masks = finished.choice, finished.token_ids, None
         if choice.grammar is not None:
-            parts = []
-            for part in masks_by_part(self._grammars.matcher(choice.grammar), ids, self._vocab_size, AUDIT_PIECE):
-                parts.append(part)
-                yield None
-            masks = torch.cat(parts)
+            masks = room_for_masks(len(ids), self._vocab_size)
+            yield from fill_by_part(masks, self._grammars.matcher(choice.grammar), ids, AUDIT_PIECE)
         yield GeneratedText(finished.prompt_ids, ids, finished.sampling, choice, masks)
 
     def _found(self, engine: Engine[Any], finished: FinishedText, check: ReferenceCheck, wrong: list[Judged]) -> None:

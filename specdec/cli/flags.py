@@ -130,8 +130,9 @@ def sampling_of(args: argparse.Namespace, seed: int | None = None, least: int = 
 
     seed: of sampled texts without a --seed.  least: how many tokens the command needs.
     """
-    if args.max_tokens == 0:  # with which Python may ask for the prompt alone, for which no command has a flag
-        raise ValueError(f"max_tokens must be >= {least}, got 0; nearest setting that works: --max-tokens {least}")
+    if args.max_tokens <= 0:  # Python may ask for the prompt alone with 0, for which no command has a flag
+        got = f"got {args.max_tokens}; nearest setting that works: --max-tokens {least}"
+        raise ValueError(f"max_tokens must be >= {least}, {got}")
     given = {name: getattr(args, name) for name in SAMPLING_OPTIONS if getattr(args, name, None) is not None}
     if seed is not None and args.temperature > 0:
         given.setdefault("seed", seed)

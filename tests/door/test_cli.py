@@ -96,7 +96,7 @@ def test_help_is_quick(tmp_path):
         (["generate", "--max-tokens", "abc", "hi"], "argument --max-tokens: expected a whole number, got 'abc'"),
         (["generate", "--temperature", "", "hi"], "argument --temperature: expected a number, got ''"),
         (["generate", "--max-tokens", "0", "hi"], "must be >= 1, got 0; nearest setting that works: --max-tokens 1\n"),
-        (["verify", "--max-tokens", "0"], "must be >= 2, got 0; nearest setting that works: --max-tokens 2\n"),
+        (["verify", "--max-tokens", "-3"], "must be >= 2, got -3; nearest setting that works: --max-tokens 2\n"),
         (["generate", "--seed", "1", "hi"], "--seed would do nothing at --temperature 0"),
         (["generate", "--min-p", "0.1", "hi"], "--min-p would do nothing at --temperature 0"),
         (["generate", "--logit-bias", "5", "hi"], "expected ID=NUMBER such as 50=-100, got '5'"),

@@ -29,18 +29,23 @@ class BitMasks(NamedTuple):
 
 def masks_of_text(matcher: Any, token_ids: Sequence[int], vocab_size: int) -> Tensor:
     """int32 [places, X]: what a grammar allows at each place of a text.  matcher: at the text's beginning."""
-    return torch.cat(tuple(masks_by_part(matcher, token_ids, vocab_size, max(1, len(token_ids)))))
+    masks_IX = room_for_masks(len(token_ids), vocab_size)
+    for _ in fill_by_part(masks_IX, matcher, token_ids, max(1, len(token_ids))):
+        pass
+    return masks_IX
 
 
-def masks_by_part(matcher: Any, token_ids: Sequence[int], vocab_size: int, size: int) -> Iterator[Tensor]:
-    """The same, computed `size` places at a time, so that whoever asks may do something else between two parts."""
-    for first in range(0, max(1, len(token_ids)), size):
-        part = token_ids[first : first + size]
-        masks_IX = torch.empty(len(part), -(-vocab_size // 32), dtype=torch.int32, device="cpu")
-        for place, token in enumerate(part):
-            matcher.fill(masks_IX[place : place + 1].numpy())
-            matcher.take([token])
-        yield masks_IX
+def room_for_masks(places: int, vocab_size: int) -> Tensor:
+    return torch.empty(places, -(-vocab_size // 32), dtype=torch.int32, device="cpu")
+
+
+def fill_by_part(masks_IX: Tensor, matcher: Any, token_ids: Sequence[int], size: int) -> Iterator[None]:
+    """The same, `size` places at a time, so that whoever asks may do something else between two parts."""
+    for place, token in enumerate(token_ids, 1):
+        matcher.fill(masks_IX[place - 1 : place].numpy())
+        matcher.take([token])
+        if place % size == 0 or place == len(token_ids):
+            yield
 
 
 def masked_logits(logits_RW: Tensor, masks: BitMasks, first: int = 0) -> Tensor:

@@ -2,9 +2,11 @@
 
 On a CPU and under autograd each function runs its definition.  On a GPU, products of few rows (a decode step, a tree) use the
 kernel in stream_triton.py or, on an H200, the one in stream_hopper.py, which also serves some of up to 192 rows that a norm
-follows.  Large-N products of up to 192 rows use the kernel in large_n_triton.py, and gated large-M products the one in
-gated_hopper.py, for those shapes for which they were measured to be faster than cuBLAS.  cuBLAS takes the rest.  The policy
-decides (numerics.py); under an invariant one no library computes anything.  This module knows no model.
+follows.  There small weights, with up to 512 rows, have registers hold them (one_row_hopper.py, held_rows_hopper.py), or tiles
+of stream_hopper.py and tiled_triton.py.  Large-N products of up to 192 rows use the kernel in large_n_triton.py, and gated
+large-M products the one in gated_hopper.py, for those shapes for which they were measured to be faster than cuBLAS.  cuBLAS
+takes the rest.  The policy decides (numerics.py); under an invariant one no library computes anything.  This module knows no
+model.
 
 Shapes: M rows, K in, N out, F of a gated pair, R rows asked for.
 """

@@ -14,6 +14,7 @@ from toolkit.driver import Driver
 from toolkit.inside.round_faults import fault
 from toolkit.models import Zoo, ragged_prompts
 from toolkit.traffic.audit import audited, auditor_of, switch_drafting, totals_of, wanted_at, weights, work_by_hand
+from toolkit.traffic.live_bytes import LiveBytes
 from toolkit.traffic.traffic import Traffic, World, drive
 
 from specdec import EngineOptions, SamplingParams, SpecConfig, SpecDecoder, cli, shipped
@@ -73,28 +74,31 @@ def test_texts_under_grammars_are_compared(tmp_path: Path) -> None:
 
 
 def test_masks_of_a_long_text_make_way(tmp_path: Path) -> None:
-    """Keeps out: requests that wait while an audit computes all masks of a long text in one part; masks that lack a part."""
+    """Keeps out: requests that wait while an audit computes all masks of a long text in one part, or copies them; masks that
+    lack a part."""
     pair, params = (shipped.target_folder(), shipped.draft_folder()), SamplingParams(max_tokens=200, regex="[a-z .]+")
     settings: dict[str, Any] = {"device": "cpu", "audit": 1.0, "audit_folder": tmp_path, "smoke": False}
     with SpecDecoder.from_pretrained(*pair, SpecConfig(3, 2, 6), **settings) as decoder:
         driver, auditor, parts = Driver(decoder), auditor_of(Driver(decoder)), list[Any]()
-        compare, calls = auditor.compare, 0
+        compare, calls, held = auditor.compare, 0, list[int]()
 
         def counted(*given: Any) -> Any:
             parts.append(given[2])
+            held.append(live.most)
             return compare(*given)
 
         auditor.compare = counted
         request = driver.submit(decoder.encode("Once"), params)
         driver.run_until_idle()
-        while auditor.has_work:
-            work_by_hand(driver, lambda: True)
-            calls += 1
+        with LiveBytes() as live:
+            while auditor.has_work:
+                work_by_hand(driver, lambda: True)
+                calls += 1
         found, ids = totals_of(driver), request.output.token_ids
         assert (found.audit_texts, found.audit_mismatch, found.audit_interrupted) == (1, 0, calls - 1) and len(ids) == 200
         assert calls - len(parts) == -(-len(ids) // AUDIT_PIECE), "a part of masks a call, before the first layer"
         whole = Session(decoder).masks(request.choice, ids)
-        assert whole is not None and torch.equal(parts[0].masks_IX, whole)
+        assert whole is not None and torch.equal(parts[0].masks_IX, whole) and held[0] == whole.nbytes
 
 
 def test_a_wrong_token_is_found_kept_and_ends_drafts(zoo: Zoo, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ WHOLE_SM, HALF_SM = 229_000, 112_000  # bytes of shared memory for the stages of
 MIN_ROWS, MIN_COLUMNS = 2048, 1024  # thresholds: smaller weights have tiles for a small part of the SMs only
 # With up to 8 rows of x fewer columns do: 5,120 x 768 (GLM-4.7-Flash's q_b) takes 4.6 us with a norm, 5.3 by the Triton kernel.
 # With up to FEW still fewer do where a weight is so tall: 49,152 x 576 (SmolLM2-135M's) takes 20.2 us with 16 rows of x (24.4).
-FEW_COLUMNS, FEWEST_COLUMNS, TALL = 768, 512, 4096
+FEW_COLUMNS, FEWEST_COLUMNS, TALL = 768, 512, 8192
 # Thresholds: products with so few rows of a weight, and so many columns, take Hopper's kernel in so many splits.  With 9 and 16
 # rows of x, 1,024 x 4,096 takes 4.8 us on an H200 (11.0 by the Triton kernel), 256 x 4,096 4.2 (10.9).  With up to 8, weights
 # of SMALL_ROWS_OF_8 and more: 1,344 x 2,048 (GLM-4.7-Flash's q_a and kv_a) takes 4.9 us with a norm (6.3).
