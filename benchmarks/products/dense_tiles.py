@@ -92,12 +92,12 @@ def in_registers(M: int, N: int, K: int, parts: int) -> Iterator[ProductTiles]:
         fits = M <= 16 or (rows * block_m <= 1024 and warps <= 8)
         if -(-K // (32 * warps)) * rows // 2 <= MOST_WORDS and fits:
             yield ProductTiles("held_rows_hopper", block_m, rows, 32, 1, warps, 1)
-    if M > 16:
-        yield from tiled(M, N, K)
 
 
 def tiled(M: int, N: int, K: int) -> Iterator[ProductTiles]:
-    """More rows of x than a thread's registers hold: tiles in a pipeline, of any number of rows, and of up to FEW."""
+    """Of small weights and more than 16 rows of x: tiles in a pipeline, of any number of rows, and of up to FEW."""
+    if M <= 16 or N * K > HELD_NUMBERS:
+        return
     for block_m, block_n, block_k in itertools.product((32, 64, 128), (32, 64, 128), (64, 128)):
         programs, stage = -(-M // block_m) * -(-N // block_n), (block_m + block_n) * block_k * 2
         if programs <= 4 * SMS and block_m < 2 * M:
@@ -117,7 +117,7 @@ def candidates(M: int, N: int, K: int, gated: bool) -> list[ProductTiles]:
         for splits in {1, max(1, SMS // tiles), max(1, share * SMS // tiles)}:
             if stages >= 2 and splits <= -(-K // (2 * block_k)):
                 found[ProductTiles("stream_hopper", block_m, rows, block_k, splits, min(8, rows // 16), stages)] = None
-    return [*found, *in_registers(M, N, K, 2 if gated else 1)]
+    return [*found, *in_registers(M, N, K, 2 if gated else 1), *tiled(M, N, K)]
 
 
 def policy(M: int, N: int, K: int, gated: bool, partials: bool) -> ProductTiles | None:

@@ -262,7 +262,8 @@ def audit_bytes(config: ModelConfig, settings: EngineSettings, weights: int) -> 
     widened = (tables + layer) * wide // own if wide > own else 0
     scores = 3 * wide * config.num_heads * tokens**2
     products = PRODUCTS_BYTES if settings.device.type == "cuda" else 0
-    again = 2 * config.hidden_size + (1 + INPUTS_COPIES) * inputs  # a layer's residual stream and its norm, of a token
+    # Of a token: a layer's residual stream and its norm, and what all layers read beside it, which is kept and has copies.
+    again = 2 * config.hidden_size + (1 + INPUTS_COPIES) * inputs
     return widened + pass_bytes(config, tokens, AUDIT_PIECE * LOGITS_COPIES, again, wide) + scores + products
 
 

@@ -36,11 +36,12 @@ def masks_of_text(matcher: Any, token_ids: Sequence[int], vocab_size: int) -> Te
 
 
 def room_for_masks(places: int, vocab_size: int) -> Tensor:
+    """int32 [places, X], not filled yet."""
     return torch.empty(places, -(-vocab_size // 32), dtype=torch.int32, device="cpu")
 
 
 def fill_by_part(masks_IX: Tensor, matcher: Any, token_ids: Sequence[int], size: int) -> Iterator[None]:
-    """The same, `size` places at a time, so that whoever asks may do something else between two parts."""
+    """Fills masks_IX with what `masks_of_text` gives.  After each `size` places the caller may do something else."""
     for place, token in enumerate(token_ids, 1):
         matcher.fill(masks_IX[place - 1 : place].numpy())
         matcher.take([token])

@@ -22,7 +22,7 @@ from specdec.ops.products.tiles.dense import (
     HELD_ROWS,
     MOST_COLUMNS,
     MOST_SMALL,
-    SEVERAL,
+    TILED_ABOVE,
     ProductTiles,
     product_tiles,
 )
@@ -156,7 +156,7 @@ def test_tiles_are_ones_that_a_hopper_runs(dtype: torch.dtype) -> None:
                         kind == H200
                         and dtype != torch.float32
                         and small
-                        and 0 < M <= (MOST_SMALL if N > HELD_ROWS else SEVERAL)
+                        and 0 < M <= (MOST_SMALL if N > HELD_ROWS else TILED_ABOVE)
                     )
                     assert (tiles is not None) == ours or dtype == torch.float32
                     if tiles is not None:

@@ -19,7 +19,7 @@ from specdec.ops.products.tiles.dense import (
     HELD_NUMBERS,
     HELD_ROWS,
     MOST_WORDS,
-    SEVERAL,
+    TILED_ABOVE,
     ProductTiles,
     product_tiles,
 )
@@ -77,7 +77,7 @@ def test_trees_of_rows_equal_the_definition(M: int, gated: bool, dtype: torch.dt
     """Keeps out: rows of x that no tile has, or two; tiles that an SM can't hold; a bias of another row."""
     for N, K in ((960, 576), (576, 576), (3072, 576), (576, 1536), (1344, 1536), (1040, 40)):
         x, weight, bias = rand(M, K, dtype=dtype), rand(N, K, dtype=dtype).contiguous(), torch.randn(N).to(DEVICE, dtype)
-        assert (product_tiles(M, N, K, dtype, gated, H200) is None) == (M > SEVERAL and N <= HELD_ROWS)
+        assert (product_tiles(M, N, K, dtype, gated, H200) is None) == (M > TILED_ABOVE and N <= HELD_ROWS)
         with torch.inference_mode():
             got = (gated_linear if gated else linear)(x, weight, bias)
         want = F.linear(x.double(), weight.double(), bias.double())
@@ -113,7 +113,7 @@ def test_who_takes_few_rows_of_small_weights() -> None:
         for M, dtype, kind in itertools.product((1, 2, 8, 16, 17, 192, 193), (torch.bfloat16, torch.float32), (H200, H100)):
             tiles = product_tiles(M, N, K, dtype, gated, kind)
             held = tiles is not None and tiles.kernel in ("one_row_hopper", "held_rows_hopper")
-            small = M <= 8 or (N * K <= HELD_NUMBERS and (M <= 16 or (M <= SEVERAL and N <= HELD_ROWS)))
+            small = M <= 8 or (N * K <= HELD_NUMBERS and (M <= 16 or (M <= TILED_ABOVE and N <= HELD_ROWS)))
             assert held == (small and dtype == torch.bfloat16 and kind == H200), (M, N, K)
     for N, K, gated in ((4096, 4096, False), (5632, 1024, True), (5120, 768, False), (1344, 2048, False)):
         large = product_tiles(1, N, K, torch.bfloat16, gated, H200)

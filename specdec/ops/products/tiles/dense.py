@@ -31,9 +31,9 @@ SMALL_ROWS, SMALL_ROWS_OF_8, SMALL_COLUMNS, SMALL_SPLITS = 256, 1024, 2048, 4
 # that a thread holds.
 HELD_NUMBERS, SMALL_NUMBERS, MOST_WORDS = 1 << 21, 1 << 20, 96
 # Thresholds for weights of up to HELD_NUMBERS and more than 16 rows of x: columns and rows of x up to which they were measured;
-# rows of x from which tiles in a pipeline are faster; and rows of the weight up to which stream_hopper.py's kernel would have
-# too few tiles, so that registers hold it.
-MOST_COLUMNS, MOST_SMALL, SEVERAL, HELD_ROWS = 1536, 512, 192, 768
+# rows of x above which tiled_triton.py's tiles are faster; and rows of the weight up to which stream_hopper.py's kernel would
+# have too few tiles, so that registers hold it.
+MOST_COLUMNS, MOST_SMALL, TILED_ABOVE, HELD_ROWS = 1536, 512, 192, 768
 SMS, WAVE_FULL = 132, 0.8  # SMs of an H100; threshold: the share of SMs that must have work, on average over all waves
 LARGE_M, LARGE_M_FULL = 512, 0.9  # thresholds for gated_hopper.py's kernel: rows of x, and that share
 
@@ -94,7 +94,7 @@ def product_tiles(
         if held is not None:
             return held
     if kind == H200 and 16 < M <= MOST_SMALL and dtype != torch.float32 and N * K <= HELD_NUMBERS and K <= MOST_COLUMNS:
-        if N % (16 if gated else 8) == 0 and K % 8 == 0 and (M <= SEVERAL or N > HELD_ROWS):
+        if N % (16 if gated else 8) == 0 and K % 8 == 0 and (M <= TILED_ABOVE or N > HELD_ROWS):
             return _tiles_of_small(M, N, K)
     if not 0 < M <= FEW:
         return _tiles_large_m(M, N, dtype, gated)
@@ -120,6 +120,7 @@ def product_tiles(
 
 
 def _least_columns(M: int, N: int) -> int:
+    """Of weights that stream_hopper.py's kernel was measured to multiply faster than the others."""
     if M <= 8:
         return FEW_COLUMNS
     return FEWEST_COLUMNS if M <= FEW and N >= TALL else MIN_COLUMNS
@@ -149,7 +150,7 @@ def _tiles_of_small(M: int, N: int, K: int) -> ProductTiles:
     """Small weights and more rows of x than one tile in registers has: nobody waits for bytes, so what counts is the path from
     the wait to the result.  Columns are not shared out, and all of them are on their way at once where an SM has the room.
     """
-    if M > SEVERAL:
+    if M > TILED_ABOVE:
         return _tiled(64, 128, 64, 1, 4, 4)
     if N <= HELD_ROWS:
         warps = next(warps for warps in (2, 4, 8) if -(-K // (32 * warps)) * 16 // 2 <= MOST_WORDS)
